@@ -102,7 +102,7 @@ PYTHON312 ?= $(shell for python in python3.12 $$HOME/.pyenv/versions/3.12.*/bin/
     $$python -c '' 2>/dev/null && echo $$python && break; done)
 
 test-megatron: $(VENV)-megatron/stamp
-	$(VENV)-megatron/bin/python -m pytest -m "" tests/integrations/test_megatron.py tests/integrations/test_resiliency.py $(ARGS)
+	$(VENV)-megatron/bin/python -m pytest -m "" tests/integrations/test_megatron.py tests/integrations/test_frameworks.py $(ARGS)
 
 # The wheel of nvidia-resiliency-ext is for glibc 2.39, for the sake of one module that is not used here: it is unpacked
 # whatever this machine has. Without what it depends on: a web server, gRPC, and pynvml, which warns.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+import pytest
+from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -64,3 +66,16 @@ def flip(file: Path, position: int, mask: int = 1) -> None:
     data = bytearray(file.read_bytes())
     data[position] ^= mask
     file.write_bytes(data)
+
+
+def damage(path: Path) -> None:
+    """Flip bits of a byte in the middle of the largest data file of a checkpoint."""
+    file = max(path.glob("*.distcp"), key=lambda one: one.stat().st_size)
+    flip(file, file.stat().st_size // 2, 0xFF)
+
+
+def failure_of(run: Callable[[], Any]) -> BaseException:
+    """Return the error that DCP reports of rank 0."""
+    with pytest.raises(CheckpointException) as caught:
+        run()
+    return caught.value.failures[0][0]

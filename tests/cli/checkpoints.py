@@ -50,9 +50,10 @@ def loaded_seed(path: Path | str, **options: Any) -> int:
     return seed
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a command."""
-    result = CliRunner().invoke(app, list(arguments))
+def run(*arguments: object, width: int = 0) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of a command, on a terminal of that width."""
+    runner = CliRunner(env={"COLUMNS": str(width)} if width else None)
+    result = runner.invoke(app, list(map(str, arguments)))
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
 

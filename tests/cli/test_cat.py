@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner
 
 from dcp_nvcomp import convert, save
-from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.cli.listing import parse_index
+from tests.cli.checkpoints import run
 
 STATE: dict[str, Any] = {
     "model": {"w": torch.arange(20.0).reshape(5, 4), "empty": torch.zeros(0), "odd[0]": torch.tensor([7])},
@@ -28,10 +28,7 @@ def saved(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def cat(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["cat", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+cat = partial(run, "cat")
 
 
 def test_a_tensor(saved: str) -> None:

@@ -31,15 +31,13 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint, clean_run
 from dcp_nvcomp.maintenance.recovery import recover_checkpoint
+from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import data_file, file_names, flip, save_stock
 from tests.cli.checkpoints import loaded_seed, make_old, model_state, new_id, run, save_model
 from tests.conftest import S3Store
-from tests.faults import forked
 from tests.storage import plain  # noqa: F401  registers its protocols
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 HOUR = 3600.0
 
@@ -51,6 +49,13 @@ def path(tmp_path: Path) -> Path:
     save_model(path, seed=1)
     make_old(*path.iterdir())
     return path
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    """A directory for a first save."""
+    (tmp_path / "step-1").mkdir()
+    return tmp_path / "step-1"
 
 
 def put(path: Path, *names: str, days: float = 2.0) -> list[Path]:
@@ -82,6 +87,13 @@ def leave_save(path: Path, seed: int, days: float = 2.0) -> tuple[str, set[str]]
         make_old(path / name, days=days)
     shutil.rmtree(other)
     return save_id, left
+
+
+def leave_upload(filesystem: Filesystem, name: str) -> None:
+    """Leave an upload of which one part is on its way, as if its process had been killed."""
+    stream = filesystem.open_output(name)
+    stream.write(bytes(17 << 20))
+    object.__setattr__(stream, "_state", "aborted")
 
 
 def removed(found: Cleaning) -> set[str]:
@@ -272,60 +284,52 @@ def test_metadata_was_lost(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("later")
-def test_a_young_save_without_a_root_stays(tmp_path: Path) -> None:
-    path = tmp_path / "step-1"
-    path.mkdir()
+def test_a_young_save_without_a_root_stays(empty: Path) -> None:
     file_id = new_id()
-    put(path, data_name(0, 0, file_id), data_name(1, 0, file_id))
-    put(path, data_name(1, 1, file_id), f".metadata.{new_id()}.tmp", days=-9.5)
-    before = file_names(path)
-    found = clean_checkpoint(path)
+    put(empty, data_name(0, 0, file_id), data_name(1, 0, file_id))
+    put(empty, data_name(1, 1, file_id), f".metadata.{new_id()}.tmp", days=-9.5)
+    before = file_names(empty)
+    found = clean_checkpoint(empty)
     assert (found.orphans, found.young) == ((), 4)
-    assert file_names(path) == before
+    assert file_names(empty) == before
 
 
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.usefixtures("later")
-def test_the_first_save_died(tmp_path: Path, files: int) -> None:
+def test_the_first_save_died(empty: Path, files: int) -> None:
     """The usual layout, a directory for each step: no root was ever there."""
-    path = tmp_path / "step-1"
-    path.mkdir()
-    left = put(path, *(data_name(rank) for rank in range(files)))
-    found = clean_checkpoint(path, dry_run=True)
-    assert removed(found) == {file.name for file in left} == file_names(path)
-    status, output, errors = run("clean", str(path))
+    left = put(empty, *(data_name(rank) for rank in range(files)))
+    found = clean_checkpoint(empty, dry_run=True)
+    assert removed(found) == {file.name for file in left} == file_names(empty)
+    status, output, errors = run("clean", str(empty))
     assert (status, errors) == (0, "")
     assert f"removed {files} orphan" in output
-    assert file_names(path) == set()
+    assert file_names(empty) == set()
     with pytest.raises(CheckpointNotFoundError):
-        clean_checkpoint(path)
+        clean_checkpoint(empty)
 
 
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("damage", ["missing", "short"])
-def test_a_copy_misses_a_file_and_no_root(tmp_path: Path, damage: str) -> None:
+def test_a_copy_misses_a_file_and_no_root(empty: Path, damage: str) -> None:
     """No save leaves that: it removes its copy first. So files were lost, and the others may be all there is."""
-    path = tmp_path / "step-1"
-    path.mkdir()
-    leave_save(path, seed=2)
-    file = next(path.glob("*.distcp"))
+    leave_save(empty, seed=2)
+    file = next(empty.glob("*.distcp"))
     file.write_bytes(b"short")
     make_old(file)
     if damage == "missing":
         file.unlink()
-    refused(path, CheckpointError, "run `dcp-nvcomp verify`; `recover` may need")
+    refused(empty, CheckpointError, "run `dcp-nvcomp verify`; `recover` may need")
 
 
 @pytest.mark.usefixtures("later")
-def test_a_young_copy_misses_a_file_and_no_root(tmp_path: Path) -> None:
+def test_a_young_copy_misses_a_file_and_no_root(empty: Path) -> None:
     """As while it is being copied there; other orphans are removed."""
-    path = tmp_path / "step-1"
-    path.mkdir()
-    save_id, left = leave_save(path, seed=2)
-    make_old(path / f"__{save_id}.metadata", days=-9.5)
-    next(path.glob("*.distcp")).unlink()
-    (dead,) = put(path, data_name())
-    found = clean_checkpoint(path)
+    save_id, left = leave_save(empty, seed=2)
+    make_old(empty / f"__{save_id}.metadata", days=-9.5)
+    next(empty.glob("*.distcp")).unlink()
+    (dead,) = put(empty, data_name())
+    found = clean_checkpoint(empty)
     assert (removed(found), found.young) == ({dead.name}, len(left) - 1)
     assert found.recoverable == ()
 
@@ -347,47 +351,41 @@ def test_a_restore_in_progress(path: Path, tmp_path: Path, first: str) -> None:
     assert loaded_seed(restored) == 1
 
 
-def test_a_copy_that_can_not_be_read_and_no_root(tmp_path: Path) -> None:
+def test_a_copy_that_can_not_be_read_and_no_root(empty: Path) -> None:
     """Which files it names is not known, so all stay."""
-    path = tmp_path / "step-1"
-    path.mkdir()
-    put(path, f"__{new_id()}.metadata")
-    refused(path, MetadataError)
+    put(empty, f"__{new_id()}.metadata")
+    refused(empty, MetadataError)
 
 
 @pytest.mark.usefixtures("later")
-def test_files_of_stock_dcp_without_a_root(tmp_path: Path) -> None:
+def test_files_of_stock_dcp_without_a_root(empty: Path) -> None:
     """They may be anything."""
-    path = tmp_path / "step-1"
-    path.mkdir()
-    put(path, "__0_0.distcp")
+    put(empty, "__0_0.distcp")
     with pytest.raises(IncompleteCheckpointError):
-        clean_checkpoint(path)
-    (ours,) = put(path, data_name())
-    found = clean_checkpoint(path)
+        clean_checkpoint(empty)
+    (ours,) = put(empty, data_name())
+    found = clean_checkpoint(empty)
     assert (removed(found), found.foreign) == ({ours.name}, ("__0_0.distcp",))
-    assert file_names(path) == {"__0_0.distcp"}
+    assert file_names(empty) == {"__0_0.distcp"}
 
 
 @pytest.mark.usefixtures("later")
-def test_the_first_save_publishes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_save_publishes_meanwhile(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right before its files would go, as a save that takes longer than the age."""
-    path = tmp_path / "step-1"
-    path.mkdir()
-    save_id, left = leave_save(path, seed=2)
-    copy = path / f"__{save_id}.metadata"
+    save_id, left = leave_save(empty, seed=2)
+    copy = empty / f"__{save_id}.metadata"
     data = copy.read_bytes()
     copy.unlink()
 
     def publish() -> None:
         copy.write_bytes(data)
         make_old(copy)
-        publish_old(path, save_id)
+        publish_old(empty, save_id)
 
     between(monkeypatch, "list_files", 2, publish, before=True)
-    assert removed(clean_checkpoint(path)) == set()
-    assert left <= file_names(path)
-    assert loaded_seed(path) == 2
+    assert removed(clean_checkpoint(empty)) == set()
+    assert left <= file_names(empty)
+    assert loaded_seed(empty) == 2
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -396,25 +394,24 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
-def test_unreadable_metadata(path: Path) -> None:
-    (path / ".metadata").write_bytes(b"no pickle")
-    refused(path, MetadataError)
+SPOILT: dict[str, tuple[Callable[[Path], Any], type[Exception], str | None]] = {
+    "unreadable metadata": (lambda path: (path / ".metadata").write_bytes(b"no pickle"), MetadataError, None),
+    "of one rank": (lambda path: (path / "__5.metadata").write_bytes(b"no pickle"), MetadataError, None),
+    "a live_file is missing": (lambda path: data_file(path).unlink(), StorageError, "names a file that is missing"),
+    "a live_file has another size": (
+        lambda path: data_file(path).write_bytes(b"short"),
+        FileMismatchError,
+        "bytes; .* says",
+    ),
+}
 
 
-def test_unreadable_metadata_of_one_rank(path: Path) -> None:
-    (path / "__5.metadata").write_bytes(b"no pickle")
-    refused(path, MetadataError)
-
-
-def test_a_live_file_is_missing(path: Path) -> None:
-    """Then the checkpoint is damaged, and an orphan may be what is left to recover."""
-    data_file(path).unlink()
-    refused(path, StorageError, "names a file that is missing")
-
-
-def test_a_live_file_has_another_size(path: Path) -> None:
-    data_file(path).write_bytes(b"short")
-    refused(path, FileMismatchError, "bytes; .* says")
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_damaged_checkpoint_is_left_alone(path: Path, how: str) -> None:
+    """An orphan may be what is left to recover."""
+    spoil, error, message = SPOILT[how]
+    spoil(path)
+    refused(path, error, message)
 
 
 def test_metadata_of_ranks_counts_as_roots(tmp_path: Path) -> None:
@@ -631,9 +628,7 @@ def test_uploads_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -
     dead = [data_name(), data_name(), ".metadata", f"__{new_id()}.metadata"]
     young = [data_name(0, 0, file_id), data_name(0, 1, file_id)]
     for name in (*dead, *young, foreign):
-        stream = filesystem.open_output(name)
-        stream.write(bytes(17 << 20))  # one part is on its way
-        object.__setattr__(stream, "_state", "aborted")  # as if killed
+        leave_upload(filesystem, name)
     assert {upload.name for upload in filesystem.list_uploads()} == {*dead, *young, foreign}
     real, now = type(filesystem).list_uploads, filesystem.now_seconds()
     seconds = dict.fromkeys((*dead, young[0], foreign), now - 2e5) | {young[1]: now}
@@ -655,18 +650,14 @@ def test_the_first_save_died_on_s3(any_s3_store: S3Store, monkeypatch: pytest.Mo
     """A file and an unfinished upload, or that alone, in a place where nothing was ever published."""
     url, options = any_s3_store
     filesystem = open_filesystem(url, storage_options=options)
-    stream = filesystem.open_output(data_name())
-    stream.write(bytes(17 << 20))
-    object.__setattr__(stream, "_state", "aborted")  # as if killed
+    leave_upload(filesystem, data_name())
     later = filesystem.now_seconds() + 2e5
     monkeypatch.setattr(type(filesystem), "now_seconds", lambda self: later)
     filesystem.publish(data_name(), b"12345")
     found = clean_checkpoint(url, storage_options=options)
     assert sorted(orphan.kind for orphan in found.orphans) == ["data", "upload"]
     assert (filesystem.list_names(), filesystem.list_uploads()) == ([], [])
-    stream = filesystem.open_output(data_name())
-    stream.write(bytes(17 << 20))
-    object.__setattr__(stream, "_state", "aborted")
+    leave_upload(filesystem, data_name())
     assert len(clean_checkpoint(url, storage_options=options).orphans) == 1
     with pytest.raises(CheckpointNotFoundError):
         clean_checkpoint(url, storage_options=options)
@@ -803,9 +794,7 @@ def test_recursive_on_s3(s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -> 
     url, options = s3_store
     save_model(f"{url}/step-1", seed=1, **options)
     filesystem = open_filesystem(f"{url}/step-2", storage_options=options)
-    stream = filesystem.open_output(data_name())
-    stream.write(bytes(17 << 20))
-    object.__setattr__(stream, "_state", "aborted")  # as if killed
+    leave_upload(filesystem, data_name())
     later = filesystem.now_seconds() + 2e5
     monkeypatch.setattr(type(filesystem), "now_seconds", lambda self: later)
     found = clean_run(url, storage_options=options)
@@ -866,12 +855,3 @@ def test_an_hour_is_the_least(path: Path, seconds: Any) -> None:
     with pytest.raises(ConfigurationError, match="at least 3600"):
         clean_checkpoint(path, older_than_seconds=seconds)
     assert file.exists()
-
-
-@pytest.mark.ci
-def test_as_a_command(path: Path) -> None:
-    _, left = leave_save(path, seed=2)
-    done = forked.execute_module("dcp_nvcomp", "clean", str(path))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not left & file_names(path)
-    assert loaded_seed(path) == 1

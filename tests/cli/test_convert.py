@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from dcp_nvcomp import save
-from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.cli.common import parse_nbytes
+from tests.cli.checkpoints import run
 
 STATE = {"model": {"w": torch.arange(10.0)}, "step": 3}
 
@@ -23,10 +23,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def convert(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["convert", *map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+convert = partial(run, "convert")
 
 
 def test_to_safetensors(saved: Path) -> None:

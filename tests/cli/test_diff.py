@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from dcp_nvcomp import compare_checkpoints, convert, save
-from dcp_nvcomp.cli.app import app
 from tests.checkpoints import save_stock
+from tests.cli.checkpoints import run
 
 
 class Opaque:
@@ -41,10 +41,7 @@ def other() -> dict[str, Any]:
     return changed
 
 
-def diff(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["diff", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+diff = partial(run, "diff")
 
 
 @pytest.fixture

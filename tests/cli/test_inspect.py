@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint._extension import ZStandard
-from typer.testing import CliRunner
 
-from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.cli.common import parse_storage_options
 from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
@@ -26,9 +27,10 @@ from dcp_nvcomp.errors import (
     StorageError,
     TruncatedFileError,
 )
-from dcp_nvcomp.maintenance.inspection import Inspection, inspect_checkpoint
+from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
 from dcp_nvcomp.saving.stats import SaveStats, Totals
 from tests.checkpoints import data_file, flip, save, save_stock
+from tests.cli.checkpoints import run as run_command
 from tests.conftest import S3Store
 from tests.faults import forked
 
@@ -61,10 +63,7 @@ def copy(saved: tuple[Path, SaveStats], tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved[0], tmp_path / "copy"))
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["inspect", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+run = partial(run_command, "inspect")
 
 
 # ---- what it shows ----
@@ -212,8 +211,41 @@ def refused(copy: Path, error: type[Exception], message: str) -> None:
     assert re.fullmatch(rf"Error: .*{message}.*\n", errors)
 
 
-def test_no_checkpoint(tmp_path: Path) -> None:
-    refused(tmp_path / "nothing", CheckpointNotFoundError, "There is no checkpoint here")
+def of_another_save(copy: Path) -> None:
+    other, file = copy.parent / "other", data_file(copy)
+    save(other, every_kind())
+    assert data_file(other).stat().st_size == file.stat().st_size
+    shutil.copy(data_file(other), file)
+
+
+SPOILT: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "no checkpoint": (shutil.rmtree, CheckpointNotFoundError, "There is no checkpoint here"),
+    "incomplete": (
+        lambda copy: [file.unlink() for file in [copy / ".metadata", *copy.glob("__*.metadata")]],
+        IncompleteCheckpointError,
+        "never finished",
+    ),
+    "damaged footer": (lambda copy: flip(data_file(copy), -100), CorruptDataError, "fails its CRC"),
+    "truncated file": (
+        lambda copy: os.truncate(data_file(copy), data_file(copy).stat().st_size - 1),
+        TruncatedFileError,
+        "bytes; `.metadata` says",
+    ),
+    "missing file": (lambda copy: data_file(copy).unlink(), StorageError, "No such file"),
+    "file of another save": (of_another_save, FileMismatchError, "not the one that `.metadata` names"),
+    "damaged metadata": (
+        lambda copy: (copy / ".metadata").write_bytes(b"\x80\x04cos\nsystem\n."),
+        Exception,
+        "os.system",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_what_is_spoilt(copy: Path, how: str) -> None:
+    spoil, error, message = SPOILT[how]
+    spoil(copy)
+    refused(copy, error, message)
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
@@ -221,42 +253,6 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     status, _, errors = run(str(tmp_path / "file"))
     assert status == 1
     assert errors.startswith("Error: ")
-
-
-def test_incomplete_checkpoint(copy: Path) -> None:
-    for name in copy.glob("*.metadata"):
-        name.unlink()
-    (copy / ".metadata").unlink(missing_ok=True)
-    refused(copy, IncompleteCheckpointError, "never finished")
-
-
-def test_damaged_footer(copy: Path) -> None:
-    flip(data_file(copy), -100)
-    refused(copy, CorruptDataError, "fails its CRC")
-
-
-def test_truncated_file(copy: Path) -> None:
-    file = data_file(copy)
-    file.write_bytes(file.read_bytes()[:-1])
-    refused(copy, TruncatedFileError, "bytes; `.metadata` says")
-
-
-def test_missing_file(copy: Path) -> None:
-    data_file(copy).unlink()
-    refused(copy, StorageError, "No such file")
-
-
-def test_file_of_another_save(copy: Path, tmp_path: Path) -> None:
-    save(tmp_path / "other", every_kind())
-    other, file = data_file(tmp_path / "other"), data_file(copy)
-    assert other.stat().st_size == file.stat().st_size
-    shutil.copy(other, file)
-    refused(copy, FileMismatchError, "not the one that `.metadata` names")
-
-
-def test_damaged_metadata(copy: Path) -> None:
-    (copy / ".metadata").write_bytes(b"\x80\x04cos\nsystem\n.")
-    refused(copy, Exception, "os.system")
 
 
 @pytest.mark.parametrize("option", ["foo", "=1", "a-b=1", ""])
@@ -334,13 +330,3 @@ def test_as_a_command(saved: tuple[Path, SaveStats], tmp_path: Path) -> None:
     done = forked.execute_module("dcp_nvcomp", "inspect", str(tmp_path / "nothing"))
     assert (done.returncode, done.stdout) == (1, "")
     assert re.fullmatch(r"Error: There is no checkpoint here.*\n", done.stderr)
-
-
-def test_help() -> None:
-    result = CliRunner().invoke(app, ["--help"])
-    assert result.exit_code == 0
-    assert "inspect" in result.stdout
-
-
-def test_an_inspection_of_nothing() -> None:
-    assert Inspection("x", "dcp_nvcomp", None, (), (), {}, {}).ratio == 1.0

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dcp_nvcomp import CheckpointNotFoundError, Keep, list_run, prune_run, save
 from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import save_stock
+from tests.cli.checkpoints import run as run_command
 from tests.conftest import S3Store
 
 STATE = {"w": torch.zeros(100_000), "step": 1}
@@ -37,10 +39,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ls(*arguments: str, width: int = 0) -> tuple[int, str, str]:
-    result = CliRunner(env={"COLUMNS": str(width)} if width else None).invoke(app, ["ls", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+ls = partial(run_command, "ls")
 
 
 def test_steps_in_natural_order(run: Path) -> None:

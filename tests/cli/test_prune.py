@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from dcp_nvcomp import (
     Best,
@@ -20,8 +20,8 @@ from dcp_nvcomp import (
     pin_step,
     prune_run,
 )
-from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.runs.own_files import REMOVING
+from tests.cli.checkpoints import run
 
 
 @pytest.fixture
@@ -33,10 +33,7 @@ def managed(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, list(map(str, arguments)))
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+command = partial(run, width=200)
 
 
 def steps(path: Path) -> list[int | None]:

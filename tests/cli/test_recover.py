@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import dcp_nvcomp.maintenance.recovery
 from dcp_nvcomp import NvcompReader, NvcompWriter
-from dcp_nvcomp.errors import (
-    CheckpointNotFoundError,
-    ConcurrentSaveError,
-    ConfigurationError,
-    StorageError,
-)
+from dcp_nvcomp.errors import CheckpointNotFoundError, ConcurrentSaveError, ConfigurationError, StorageError
 from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
 from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery, recover_checkpoint
 from dcp_nvcomp.maintenance.verify import verify_checkpoint
@@ -29,9 +25,6 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import data_file, file_names, flip, save_stock
 from tests.cli.checkpoints import loaded_seed, make_old, model_state, new_id, run, save_model
 from tests.conftest import S3Store
-from tests.faults import forked
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture
@@ -126,15 +119,6 @@ def test_on_s3(any_s3_store: S3Store) -> None:
     (candidate,) = found.candidates
     assert candidate.modified_seconds == pytest.approx(time.time(), abs=300)
     assert loaded_seed(url, **options) == 5
-
-
-@pytest.mark.slow
-def test_as_a_command(path: Path) -> None:
-    save_model(path, seed=1)
-    (path / ".metadata").unlink()
-    done = forked.execute_module("dcp_nvcomp", "recover", str(path))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert loaded_seed(path) == 1
 
 
 @pytest.mark.usefixtures("later")
@@ -351,32 +335,39 @@ def test_a_good_checkpoint_is_not_replaced_by_a_named_one(path: Path) -> None:
     assert loaded_seed(path) == 1
 
 
-def test_readable_metadata_that_misses_files_is_replaced_only_by_name(path: Path) -> None:
+def _misses_files(path: Path) -> str:
     stats = save_model(path, seed=1)
     other = leave_orphans(path, seed=2)
     next(path.glob(f"*_{stats.save_id}.distcp")).unlink()
-    refused(path, AMBIGUOUS)
-    assert recover_checkpoint(path, save_id=other).outcome == RECOVERED
-    assert loaded_seed(path) == 2
+    return other
 
 
-def test_metadata_that_asks_for_a_global_is_replaced_only_by_name(path: Path) -> None:
+def _asks_for_a_global(path: Path) -> str:
     """It may be good, and need `trusted_globals`."""
-    stats = save_model(path, seed=1)
+    save_id = save_model(path, seed=2).save_id
     (path / ".metadata").write_bytes(b"\x80\x04c__main__\nPlannerData\n.")
-    refused(path, AMBIGUOUS)
-    assert recover_checkpoint(path, save_id=stats.save_id).outcome == RECOVERED
-    assert loaded_seed(path) == 1
+    return save_id
 
 
-def test_metadata_that_names_another_place_is_replaced_only_by_name(path: Path) -> None:
+def _names_another_place(path: Path) -> str:
     """It may be good but for a byte: stock DCP's has no CRC."""
     save_stock(path, model_state(1))
-    other = leave_orphans(path, seed=2)
     data = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"/_0_0.distcp"))
+    return leave_orphans(path, seed=2)
+
+
+def _of_ranks(path: Path) -> str:
+    dcp.save(model_state(1), storage_writer=NvcompWriter(path, engine="cpu"), use_collectives=False)
+    assert loaded_seed(path) == 1
+    return leave_orphans(path, seed=2)
+
+
+@pytest.mark.parametrize("make", [_misses_files, _asks_for_a_global, _names_another_place, _of_ranks])
+def test_what_may_be_good_is_replaced_only_by_name(path: Path, make: Callable[[Path], str]) -> None:
+    save_id = make(path)
     refused(path, AMBIGUOUS)
-    assert recover_checkpoint(path, save_id=other).outcome == RECOVERED
+    assert recover_checkpoint(path, save_id=save_id).outcome == RECOVERED
     assert loaded_seed(path) == 2
 
 
@@ -405,15 +396,6 @@ def test_a_stock_checkpoint_whose_metadata_was_flipped_on_the_way(path: Path, mo
         flips.clear()
         assert look()
         assert contents(path) == before
-
-
-def test_metadata_of_ranks_is_hidden_only_by_name(path: Path) -> None:
-    dcp.save(model_state(1), storage_writer=NvcompWriter(path, engine="cpu"), use_collectives=False)
-    other = leave_orphans(path, seed=2)
-    refused(path, AMBIGUOUS)
-    assert loaded_seed(path) == 1
-    assert recover_checkpoint(path, save_id=other).outcome == RECOVERED
-    assert loaded_seed(path) == 2
 
 
 def test_stock(path: Path) -> None:

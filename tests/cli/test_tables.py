@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from dcp_nvcomp.cli.output import Column, left, table_lines
+from dcp_nvcomp import save
+from dcp_nvcomp.cli.output import Column, left, local_time, table_lines
+from dcp_nvcomp.format.metadata.summary import summary_at_end
+from tests.cli.checkpoints import run
 
 COLUMNS = (left("key"), left("dtype", drop=2), Column("size", drop=1), Column("ratio"))
 
@@ -40,3 +52,73 @@ def test_lines_fit_unless_what_stays_does_not(keys: list[str], width: int) -> No
     assert longest <= width or left_out == ["dtype", "size"]
     for key, line in zip(keys, found[1:], strict=True):
         assert line.startswith(key)
+
+
+@pytest.mark.parametrize("seconds", [1e14, -1e14, 1e18, -1e18, 1e300, math.nan, math.inf, -math.inf])
+def test_times_that_no_calendar_has(seconds: float) -> None:
+    assert local_time(seconds) == f"{seconds:.3g} s"
+
+
+def _runs(*arguments: str) -> str:
+    status, output, errors = run(*arguments)
+    assert status == 0, errors
+    return output
+
+
+@pytest.mark.parametrize("seconds", [10**14, -(10**10), 10**15])
+def test_lists_show_files_of_such_times(tmp_path: Path, seconds: int) -> None:
+    save({"w": torch.ones(3)}, tmp_path / "run" / "step-1", no_dist=True)
+    for file in (tmp_path / "run" / "step-1").iterdir():
+        try:
+            os.utime(file, ns=(0, seconds * 10**9))
+        except OverflowError:  # more than the system call takes
+            os.utime(file, times=(0, float(2**62)))
+    assert "step-1" in _runs("ls", str(tmp_path / "run"))
+    assert json.loads(_runs("ls", str(tmp_path / "run"), "--json"))["steps"][0]["name"] == "step-1"
+    (tmp_path / "run" / "step-1" / ".metadata").unlink()
+    for command in ("ls", "clean"):
+        _runs(command, str(tmp_path / "run") if command == "ls" else str(tmp_path / "run" / "step-1"))
+    _runs("recover", str(tmp_path / "run" / "step-1"))
+
+
+SANE = {
+    "save_id": "ab",
+    "saved_seconds": 1.0,
+    "ranks": 1,
+    "keys": 1,
+    "uncompressed_nbytes": 3,
+    "stored_nbytes": 2,
+    "version": "1",
+    "step": 7,
+    "metrics": {"loss": 1.5, "nan": math.nan, "inf": math.inf, "n": 3},
+}
+
+
+def _summary(**changed: Any) -> bytes:
+    text = json.dumps({**SANE, **changed}).encode()
+    return b"DCPNVsum" + f"{crc32c(text):08x}".encode() + text
+
+
+def test_a_sane_summary() -> None:
+    found = summary_at_end(_summary())
+    assert found is not None and found.metrics["inf"] == math.inf and found.step == 7
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"saved_seconds": math.nan},
+        {"saved_seconds": math.inf},
+        {"saved_seconds": 10**400},
+        {"ranks": 10**400},
+        {"uncompressed_nbytes": 10**400},
+        {"stored_nbytes": 1 << 63},
+        {"step": 10**400},
+        {"metrics": {"loss": 10**400}},
+        {"metrics": {"loss": -(10**400)}},
+        {"metrics": {"loss": True}},
+        {"keys": math.inf},
+    ],
+)
+def test_a_summary_of_numbers_beyond_all_measure_is_none(changed: dict[str, Any]) -> None:
+    assert summary_at_end(_summary(**changed)) is None

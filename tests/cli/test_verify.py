@@ -26,9 +26,6 @@ from tests.checkpoints import data_file, file_names, flip, save_stock
 from tests.cli.checkpoints import change_footer, change_metadata, model_state, run, save_model
 from tests.conftest import S3Store
 from tests.effort import sampled
-from tests.faults import forked
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +79,6 @@ def test_json(copy: Path) -> None:
     assert (document["schema"], document["sound"]) == (1, False)
     (finding,) = document["findings"]
     assert set(finding) == {"severity", "what", "file", "fqns", "byte_range"}
-
-
-def test_as_a_command(copy: Path) -> None:
-    flip(data_file(copy), 20)
-    done = forked.execute_module("dcp_nvcomp", "verify", str(copy))
-    assert (done.returncode, done.stderr) == (1, "")
-    assert data_file(copy).name in done.stdout
-    assert "DAMAGED" in done.stdout
 
 
 def test_progress_on_a_terminal(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["damaged", "edges", "skewed", "slices"]
-
 
 def skewed(random: np.random.Generator, count: int, symbols: int, first: int, skew: float) -> np.ndarray:
     """Symbols from `first` on, each `skew` times as often as the next, in random order."""
@@ -73,3 +71,32 @@ def damaged(random: np.random.Generator, frame: bytes) -> bytes:
         else:
             data[at:at] = random.bytes(int(random.integers(1, 10)))
     return bytes(data)
+
+
+# Encodes bytes that another process changes meanwhile; the module `kernels` is there.
+CHANGING = """
+import mmap, os, signal, zstandard
+narrow, wide = pickle.load(open(sys.argv[2], "rb"))
+data, out = mmap.mmap(-1, len(narrow)), bytearray(len(narrow) + 20)
+data[:] = narrow
+parent = os.getpid()
+writer = os.fork()
+while not writer:
+    if os.getppid() != parent:
+        os._exit(0)
+    data[64:] = wide[64:]
+    data[64:] = narrow[64:]
+try:
+    mixed, decompressor = 0, zstandard.ZstdDecompressor()
+    for _ in range(20_000):
+        nbytes = kernels.encode_literals(memoryview(data), memoryview(out))
+        content = decompressor.decompress(memoryview(out)[:nbytes], allow_extra_data=False)
+        assert len(content) == len(narrow)
+        mixed += content[64:] not in (narrow[64:], wide[64:])
+        if mixed == 50:
+            break
+    assert mixed >= 10, mixed  # it was seen changing
+finally:
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+"""

@@ -18,16 +18,7 @@ __all__ = ["merge", "split"]
 
 
 def split(block: Tensor, codec: Planes, *, pack: bool) -> tuple[int, dict[str, Tensor]]:
-    """Split one block into its planes.
-
-    Args:
-        block: the block's bytes, 1-D uint8, a whole number of floats.
-        codec: the planes.
-        pack: whether `rest` may be packed to seven bits where all signs are equal.
-
-    Returns:
-        The block's flags, and its planes by name.
-    """
+    """Split one block into its planes."""
     floats = block.reshape(-1, codec.float_nbytes)
     second, highest = floats[:, -2], floats[:, -1]
     sign, seven = highest & 0x80, second & 0x7F
@@ -45,16 +36,7 @@ def split(block: Tensor, codec: Planes, *, pack: bool) -> tuple[int, dict[str, T
 
 
 def merge(planes: Mapping[str, Tensor], flags: int, codec: Planes) -> Tensor:
-    """Put the planes of one block together again: the inverse of `split`.
-
-    Args:
-        planes: the decoded planes by name; `rest` packed where `flags` say so.
-        flags: the block's flags.
-        codec: the planes.
-
-    Returns:
-        The block's bytes, 1-D uint8.
-    """
+    """Put the planes of one block together again: the inverse of `split`."""
     exponent, rest = planes["exponent"], planes["rest"]
     if flags & FLAG_PACKED_REST:
         seven = _unpack(rest, exponent.numel())

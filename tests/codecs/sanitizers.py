@@ -28,12 +28,7 @@ spec.loader.exec_module(kernels)
 
 
 def compile_sanitized(folder: Path, source: str) -> Path:
-    """Compile a module, without warnings, and return its file; skip the test where there is no gcc.
-
-    Args:
-        folder: for the file.
-        source: its source in `codecs`.
-    """
+    """Compile a module, without warnings, and return its file; skip the test where there is no gcc."""
     if COMPILER is None:
         pytest.skip("there is no gcc")
     path = (folder / Path(source).name).with_suffix(".so")

@@ -13,8 +13,6 @@ from benchmarks.peers import data_nbytes
 from dcp_nvcomp import NvcompWriter
 from tests.checkpoints import assert_loads
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 # A footer names the codecs; that is nearly all of a file of zeros.
 DESCRIPTION_NBYTES = 128
 

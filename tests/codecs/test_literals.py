@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dcp_nvcomp.codecs import Planes, Zstd, coders
+from tests.codecs.literal_slices import CHANGING
 from tests.codecs.zstd_oracle import Block, blocks_of
 from tests.effort import examples
 from tests.faults import forked
@@ -294,35 +296,10 @@ def test_without_a_compiler_libzstd_does_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert frame != compiled and by_libzstd(frame) == data
 
 
-def test_bytes_that_change_meanwhile() -> None:
+def test_bytes_that_change_meanwhile(tmp_path: Path) -> None:
     """Another process may write into a tensor: the frame is of no use then, but it is one, and memory stays whole."""
-    code = """
-import mmap, os, random, signal, zstandard
-from dcp_nvcomp.codecs.coders._literals import encode_literals
-narrow = bytes(random.Random(1).choices(range(90, 100), k=1 << 17))
-wide = bytes(random.Random(2).choices(range(200), k=1 << 17))
-data, out = mmap.mmap(-1, 1 << 17), bytearray(1 << 18)
-data[:] = narrow
-parent = os.getpid()
-writer = os.fork()
-while not writer:
-    if os.getppid() != parent:
-        os._exit(0)
-    data[64:] = wide[64:]
-    data[64:] = narrow[64:]
-try:
-    mixed, decompressor = 0, zstandard.ZstdDecompressor()
-    for _ in range(20_000):
-        nbytes = encode_literals(memoryview(data), memoryview(out))
-        content = decompressor.decompress(memoryview(out)[:nbytes], allow_extra_data=False)
-        assert len(content) == 1 << 17
-        mixed += content[64:] not in (narrow[64:], wide[64:])
-        if mixed == 200:
-            break
-    assert mixed >= 20, mixed  # it was seen changing
-finally:
-    os.kill(writer, signal.SIGKILL)
-    os.waitpid(writer, 0)
-"""
-    done = forked.execute("import faulthandler; faulthandler.enable()\n" + code)
+    narrow, wide = (np.random.default_rng(1).integers(low, high, 1 << 17) for low, high in ((90, 100), (0, 200)))
+    (tmp_path / "slices").write_bytes(pickle.dumps([one.astype(np.uint8).tobytes() for one in (narrow, wide)]))
+    imports = "import faulthandler, pickle, sys; from dcp_nvcomp.codecs.coders import _literals as kernels\n"
+    done = forked.execute(f"{imports}faulthandler.enable()\n{CHANGING}", "", str(tmp_path / "slices"))
     assert done.returncode == 0, done.stderr

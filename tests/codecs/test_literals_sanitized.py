@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import zstandard
 
+from tests.codecs.literal_slices import CHANGING, edges, slices
 from tests.effort import THOROUGH
 
-from .literal_slices import edges, slices
 from .sanitizers import run_sanitized
 from .zstd_oracle import decode
 
@@ -28,32 +28,6 @@ for data in pickle.load(open(sys.argv[2], "rb")):
     less = bytearray(len(out) - 1)
     assert kernels.encode_literals(memoryview(data), memoryview(less)) == 0
 pickle.dump(frames, open(sys.argv[3], "wb"))
-"""
-CHANGING = """
-import mmap, os, signal, zstandard
-narrow, wide = pickle.load(open(sys.argv[2], "rb"))
-data, out = mmap.mmap(-1, len(narrow)), bytearray(len(narrow) + 20)
-data[:] = narrow
-parent = os.getpid()
-writer = os.fork()
-while not writer:
-    if os.getppid() != parent:
-        os._exit(0)
-    data[64:] = wide[64:]
-    data[64:] = narrow[64:]
-try:
-    mixed, decompressor = 0, zstandard.ZstdDecompressor()
-    for _ in range(20_000):
-        nbytes = kernels.encode_literals(memoryview(data), memoryview(out))
-        content = decompressor.decompress(memoryview(out)[:nbytes], allow_extra_data=False)
-        assert len(content) == len(narrow)
-        mixed += content[64:] not in (narrow[64:], wide[64:])
-        if mixed == 50:
-            break
-    assert mixed >= 10, mixed  # it was seen changing
-finally:
-    os.kill(writer, signal.SIGKILL)
-    os.waitpid(writer, 0)
 """
 
 

@@ -8,13 +8,16 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import transforms
 from dcp_nvcomp.codecs.base import ScratchArrays
 from dcp_nvcomp.codecs.transforms import Planes, planes_numpy
+from tests.codecs import planes_reference
 from tests.effort import examples
+from tests.engines.cases import SIGNS, floats
 
 DRAWN = settings(
     max_examples=examples(100),
@@ -51,64 +54,47 @@ def test_numpy_does_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> Non
     assert imported_again().kernels is planes_numpy
 
 
-def model_planes(block: bytes, width: int) -> dict[str, bytes]:
-    """The three planes, unpacked."""
-    low, rest, exponent = b"", b"", b""
-    for start in range(0, len(block), width):
-        bits = int.from_bytes(block[start : start + width], "little")
-        sign, top = bits >> (8 * width - 1), bits >> (8 * width - 16)
-        low += (bits & (1 << 8 * width - 16) - 1).to_bytes(width - 2, "little")
-        rest += bytes([top & 0x7F | sign << 7])
-        exponent += bytes([top >> 7 & 0xFF])
-    return {"low": low, "rest": rest, "exponent": exponent}
-
-
-def model_packed(seven: bytes) -> bytes:
-    """Seven bits a float: bit k of those of float 7m + j is bit 7 of byte km + j."""
-    m = len(seven) // 8
-    packed = bytearray(seven[: 7 * m] + seven[8 * m :])
-    for j in range(m):
-        for k in range(7):
-            packed[k * m + j] |= (seven[7 * m + j] >> k & 1) << 7
-    return bytes(packed)
-
-
 def outputs_for(codec: Planes, nbytes: int) -> dict[str, np.ndarray]:
     return {plane.name: np.full(plane.nbytes, 0xAA, np.uint8) for plane in codec.layout(nbytes, 0, True)}
 
 
 @DRAWN
-@given(st.sampled_from([2, 4, 8]), st.integers(1, 70), st.sampled_from([0, 1, 3]), st.booleans(), st.data())
-def test_split_and_merge(width: int, count: int, signs: int, pack: bool, data: st.DataObject) -> None:
-    raw = bytearray(data.draw(st.binary(min_size=count * width, max_size=count * width)))
-    if signs:
-        for top in range(width - 1, len(raw), width):
-            raw[top] = raw[top] & 0x7F | (signs >> 1 << 7)
-    codec, scratch = Planes(width, ("exponent",) if pack else ("rest", "exponent")), ScratchArrays()
-    outputs = outputs_for(codec, len(raw))
-    flags = codec.split(np.frombuffer(raw, np.uint8), list(outputs.values()))
-    expected = model_planes(bytes(raw), width)
-    constant = len({byte >> 7 for byte in expected["rest"]}) == 1
-    assert flags in ((0, 1 | expected["rest"][0] >> 7 << 1) if pack and constant else (0,))
-    if pack and constant and count >= 8:
-        assert flags  # packing gains a byte or more: it must be done
-    if flags:
-        expected["rest"] = model_packed(bytes(byte & 0x7F for byte in expected["rest"]))
-    planes = {plane.name: outputs[plane.name][: plane.nbytes] for plane in codec.layout(len(raw), flags, True)}
-    assert {name: plane.tobytes() for name, plane in planes.items()} == {name: expected[name] for name in planes}
-    out = np.full(len(raw), 0x55, np.uint8)
-    codec.merge(list(planes.values()), flags, out, scratch)
-    assert out.tobytes() == bytes(raw)
+@given(
+    width=st.sampled_from([2, 4, 8]),
+    count=st.integers(1, 70) | st.sampled_from([1023, 4096]),
+    signs=st.sampled_from(SIGNS),
+    pack=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_split_and_merge(width: int, count: int, signs: str, pack: bool, seed: int) -> None:
+    raw, codec = floats(width, count, signs, seed), Planes(width, ("exponent",) if pack else ("rest", "exponent"))
+    outputs = outputs_for(codec, raw.size)
+    flags = codec.split(raw, list(outputs.values()))
+    expected_flags, expected = planes_reference.split(torch.from_numpy(raw), codec, pack=pack)
+    assert flags == expected_flags and list(expected) == list(codec.plane_names)
+    planes = {plane.name: outputs[plane.name][: plane.nbytes] for plane in codec.layout(raw.size, flags, True)}
+    assert {name: plane.tobytes() for name, plane in planes.items()} == {
+        name: plane.numpy().tobytes() for name, plane in expected.items()
+    }
+    out = np.full(raw.size, 0x55, np.uint8)
+    codec.merge(list(planes.values()), flags, out, ScratchArrays())
+    assert out.tobytes() == raw.tobytes() == planes_reference.merge(expected, flags, codec).numpy().tobytes()
 
 
 @DRAWN
-@given(st.binary(max_size=80), st.booleans())
+@given(st.binary(min_size=1, max_size=80), st.booleans())
 def test_pack_and_unpack(kernels: ModuleType, rest: bytes, is_negative: bool) -> None:
+    """Seven bits a float: bit k of those of float 7m + j is bit 7 of byte km + j (docs/format.md)."""
+    seven = bytes(byte & 0x7F for byte in rest)
+    m = len(seven) // 8
+    expected = bytearray(seven[: 7 * m] + seven[8 * m :])
+    for j in range(m):
+        for k in range(7):
+            expected[k * m + j] |= (seven[7 * m + j] >> k & 1) << 7
     packed = np.frombuffer(rest, np.uint8).copy()
     kernels.pack_rest(packed)
-    packed = packed[: len(rest) - len(rest) // 8]
-    seven = bytes(byte & 0x7F for byte in rest)
-    assert packed.tobytes() == model_packed(seven)
+    packed = packed[: len(rest) - m]
+    assert packed.tobytes() == expected
     out = np.full(len(rest), 0x55, np.uint8)
     kernels.unpack_rest(packed, out, is_negative)
     assert out.tobytes() == bytes(byte | is_negative << 7 for byte in seven)
@@ -177,3 +163,13 @@ def test_two_byte_floats_have_no_low_plane() -> None:
 @pytest.mark.parametrize(("coded", "allowed"), [((), {0, 1, 3}), (("exponent",), {0, 1, 3}), (("rest",), {0})])
 def test_flags_that_planes_can_have(coded: tuple[str, ...], allowed: set[int]) -> None:
     assert {flags for flags in range(9) if Planes(4, coded).check_flags(flags)} == allowed
+
+
+@pytest.mark.parametrize(("signs", "flags"), [("mixed", 0), ("positive", 1), ("negative", 3)])
+def test_flags(signs: str, flags: int) -> None:
+    block = torch.from_numpy(floats(4, 64, "positive", 1))
+    if signs == "negative":
+        block = block | torch.tensor([0, 0, 0, 0x80], dtype=torch.uint8).repeat(64)
+    elif signs == "mixed":
+        block[-1] |= 0x80
+    assert planes_reference.split(block, Planes(4), pack=True)[0] == flags

@@ -13,8 +13,9 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompWriter, UnknownCodecError
-from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
+from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs.base import (
+    ELEMENT_TYPES,
     U8,
     ArrayToBytes,
     Coder,
@@ -25,9 +26,9 @@ from dcp_nvcomp.codecs.base import (
     SliceEncoder,
     slice_nbytes,
 )
-from dcp_nvcomp.codecs.registry import CODECS
+from dcp_nvcomp.codecs.registry import CODECS, check_chain
 from dcp_nvcomp.engines.tensors import plain_allocate
-from dcp_nvcomp.errors import CorruptDataError, FormatError
+from dcp_nvcomp.errors import ConfigurationError, CorruptDataError, FormatError
 from dcp_nvcomp.loading import decoder
 from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import assert_loads, data_file, flip, save
@@ -35,8 +36,6 @@ from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import StandInDevice
 from tests.engines.stand_in_pool import install_stand_ins
 from tests.states import State
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 _SAME = 1
 
@@ -250,3 +249,20 @@ def test_unregistered_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_its_configuration_is_checked(tmp_path: Path, configuration: dict[str, Any]) -> None:
     with pytest.raises(FormatError, match="needs a key"):
         CODECS["toy"].from_configuration(configuration)
+
+
+class Unhashable(Bytes):
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_planes_may_be_named_in_a_list(tmp_path: Path) -> None:
+    chain = CodecChain(Planes(4, ["exponent"]), Zstd())  # type: ignore[arg-type]
+    assert chain == CodecChain(Planes(4), Zstd())
+    state = {"w": torch.randn(300, 200)}
+    save(tmp_path, state, codec=chain)
+    assert_loads(tmp_path, state)
+
+
+def test_a_chain_that_cannot_be_hashed_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unhashable"):
+        check_chain(CodecChain(Unhashable()), ELEMENT_TYPES["uint8"])

@@ -31,21 +31,13 @@ class UnsupportedFrame(ValueError):
 
 @dataclass(frozen=True)
 class Block:
-    """One decoded block.
+    """One decoded block."""
 
-    Attributes:
-        content: its bytes.
-        kind: "raw", "rle" or "compressed".
-        literals: of a compressed block: "raw", "rle", "huffman" or "treeless".
-        weights: of Huffman literals: "listed" or "fse".
-        nbits: the length of each symbol's code.
-    """
-
-    content: bytes
-    kind: str
-    literals: str = ""
-    weights: str = ""
-    nbits: Mapping[int, int] = field(default_factory=dict)
+    content: bytes  # its bytes
+    kind: str  # "raw", "rle" or "compressed"
+    literals: str = ""  # of a compressed block: "raw", "rle", "huffman" or "treeless"
+    weights: str = ""  # of Huffman literals: "listed" or "fse"
+    nbits: Mapping[int, int] = field(default_factory=dict)  # the length of each symbol's code
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,7 @@ from tests.distributed.launch import STOCK_WARNINGS
 
 @dataclass(frozen=True)
 class Plugin:
-    """Makes the writers and readers of one test; picklable, so that ranks can.
-
-    Args:
-        name: as in the test's id.
-        writes: "ours" or "stock".
-        reads: "ours" or "stock".
-        writer_options: what every writer of ours gets.
-        reader_options: what every reader of ours gets.
-    """
+    """Makes the writers and readers of one test; picklable, so that ranks can."""
 
     name: str
     writes: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch.distributed as dist
@@ -51,57 +52,27 @@ class _Failing:
                 self._fail_at(step)
 
 
-class FailingSavePlanner(_Failing, DefaultSavePlanner):
+# What is called for each item, and fails only when some have passed.
+_FOR_EACH_ITEM = ("resolve_data", "resolve_tensor", "commit_tensor")
+
+
+def _raising(planner: type, steps: tuple[str, ...]) -> Any:
+    """Return the planner with methods of these names that raise where they are asked to."""
+
+    def method_of(step: str) -> Any:
+        @functools.wraps(getattr(planner, step))  # DCP looks at the signature
+        def method(self: Any, *arguments: Any, **options: Any) -> Any:
+            (self._fail_later_at if step in _FOR_EACH_ITEM else self._fail_at)(step)
+            return getattr(planner, step)(self, *arguments, **options)
+
+        return method
+
+    return type(f"Raising{planner.__name__}", (_Failing, planner), {step: method_of(step) for step in steps})
+
+
+class FailingSavePlanner(_raising(DefaultSavePlanner, SAVE_STEPS)):  # type: ignore[misc]
     """A default planner that raises at one of SAVE_STEPS."""
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self._fail_at("set_up_planner")
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
-    def create_local_plan(self) -> Any:
-        self._fail_at("create_local_plan")
-        return super().create_local_plan()
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        self._fail_at("create_global_plan")
-        return super().create_global_plan(all_plans)
-
-    def finish_plan(self, new_plan: Any) -> Any:
-        self._fail_at("finish_plan")
-        return super().finish_plan(new_plan)
-
-    def resolve_data(self, write_item: Any) -> Any:
-        self._fail_later_at("resolve_data")
-        return super().resolve_data(write_item)
-
-
-class FailingLoadPlanner(_Failing, DefaultLoadPlanner):
+class FailingLoadPlanner(_raising(DefaultLoadPlanner, LOAD_STEPS)):  # type: ignore[misc]
     """A default planner that raises at one of LOAD_STEPS."""
-
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        self._fail_at("set_up_planner")
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-    def create_local_plan(self) -> Any:
-        self._fail_at("create_local_plan")
-        return super().create_local_plan()
-
-    def create_global_plan(self, global_plan: Any) -> Any:
-        self._fail_at("create_global_plan")
-        return super().create_global_plan(global_plan)
-
-    def finish_plan(self, new_plan: Any) -> Any:
-        self._fail_at("finish_plan")
-        return super().finish_plan(new_plan)
-
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        self._fail_at("load_bytes")
-        super().load_bytes(read_item, value)
-
-    def resolve_tensor(self, read_item: Any) -> Any:
-        self._fail_later_at("resolve_tensor")
-        return super().resolve_tensor(read_item)
-
-    def commit_tensor(self, read_item: Any, tensor: Any) -> None:
-        self._fail_later_at("commit_tensor")
-        super().commit_tensor(read_item, tensor)

@@ -11,14 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_nvcomp import errors
-from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_holds
 from tests.distributed.launch import RankPool
-from tests.states import assert_same, assert_same_bits, blank, opposite_of
+from tests.states import assert_same_bits, opposite_of
 
-from .plugins import OURS, OURS_FROM_STOCK, Plugin, cause_of, quiet_stock
-from .sabotage import FailingSavePlanner, Sabotage
+from .plugins import OURS, OURS_FROM_STOCK, Plugin, quiet_stock
 from .values import all_values, trained, trained_state
 
 pytestmark = [pytest.mark.s3, pytest.mark.azure, pytest.mark.gcs, *quiet_stock]
@@ -28,11 +25,6 @@ Store = tuple[str, dict[str, Any]]
 
 def _state_of_blocks(seed: str) -> dict[str, Any]:
     return {**trained_state(seed), "w": trained(torch.float32, (900, 700), seed)}
-
-
-def _names(store: Store) -> set[str]:
-    url, options = store
-    return set(open_filesystem(url, storage_options=options).list_names())
 
 
 _FIXTURES = {"moto": "s3_store", "real S3": "real_s3_store", "azure": "azure_store", "gcs": "gcs_store"}
@@ -50,58 +42,7 @@ def object_store(request: pytest.FixtureRequest) -> Store:
 def test_every_value(object_store: Store, plugin: Plugin) -> None:
     url, options = object_store
     dcp.save(all_values(), storage_writer=plugin.writer(url, **options))
-    state = blank(all_values())
-    dcp.load(state, storage_reader=plugin.reader(url, **options))
-    assert_same(state, all_values())
-
-
-def test_overwrite_and_checkpoint_id(object_store: Store) -> None:
-    url, options = object_store
-    writer, reader = OURS.writer(f"{url}/a", **options), OURS.reader(f"{url}/a", **options)
-    for seed in ("one", "two"):
-        dcp.save(_state_of_blocks(seed), storage_writer=writer)
-        assert_holds(reader, _state_of_blocks(seed))
-    dcp.save(_state_of_blocks("three"), storage_writer=writer, checkpoint_id=f"{url}/b")
-    assert_holds(reader, _state_of_blocks("two"))
-    assert_holds(reader, _state_of_blocks("three"), checkpoint_id=f"{url}/b")
-    with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state_of_blocks("four"), storage_writer=OURS.writer(f"{url}/a", overwrite=False, **options))
-    assert isinstance(cause_of(caught.value), errors.CheckpointExistsError)
-
-
-def test_failed_save(object_store: Store) -> None:
-    url, options = object_store
-    writer = OURS.writer(url, **options)
-    with pytest.raises(dcp.CheckpointException):
-        dcp.save(_state_of_blocks("one"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
-    assert _names(object_store) == set()
-    dcp.save(_state_of_blocks("two"), storage_writer=writer)
-    before = _names(object_store)
-    with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(_state_of_blocks("three"), storage_writer=writer, planner=FailingSavePlanner("resolve_data"))
-    assert isinstance(cause_of(caught.value), Sabotage)
-    assert _names(object_store) == before
-    assert_holds(OURS.reader(url, **options), _state_of_blocks("two"))
-
-
-def test_missing_and_incomplete(object_store: Store) -> None:
-    url, options = object_store
-    with pytest.raises(errors.CheckpointNotFoundError) as caught:
-        OURS.reader(url, **options).read_metadata()
-    assert url in str(caught.value) and not isinstance(caught.value, errors.IncompleteCheckpointError)
-    dcp.save(_state_of_blocks("one"), storage_writer=OURS.writer(url, **options))
-    open_filesystem(url, storage_options=options).remove([".metadata"])
-    with pytest.raises(errors.IncompleteCheckpointError):
-        OURS.reader(url, **options).read_metadata()
-
-
-def test_async_save(object_store: Store) -> None:
-    url, options = object_store
-    state = _state_of_blocks("one")
-    upload = dcp.async_save(state, storage_writer=OURS.writer(url, **options))
-    state["w"].zero_()
-    upload.result(timeout=180)
-    assert_holds(OURS.reader(url, **options), _state_of_blocks("one"))
+    assert_holds(plugin.reader(url, **options), all_values())
 
 
 def _sharded(value: torch.Tensor, dim: int) -> Any:
@@ -121,6 +62,4 @@ def _save_rows_and_load_columns(url: str, options: dict[str, Any]) -> None:
 def test_reshard(object_store: Store, ranks: RankPool) -> None:
     url, options = object_store
     ranks.run(_save_rows_and_load_columns, url, options, world_size=2)
-    state = {"w": opposite_of(_state_of_blocks("one")["w"])}
-    dcp.load(state, storage_reader=OURS.reader(url, **options))
-    assert_same_bits(state["w"], _state_of_blocks("one")["w"])
+    assert_holds(OURS.reader(url, **options), {"w": _state_of_blocks("one")["w"]})

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from dcp_nvcomp import errors
+from tests.saving.test_sizes import Rows
 from tests.states import assert_same_bits, opposite_of
 
 from .plugins import ORACLE, OURS, OURS_FROM_STOCK, Plugin, cause_of, on_every_reader, quiet_stock
@@ -154,22 +155,6 @@ def test_some_rows(tmp_path: Path, plugin: Plugin, rows: tuple[int, int]) -> Non
     """What a rank of a larger job asks for: a part of the tensor, here asked for by a planner of its own."""
     expected = _model_and_optimizer()["model"]["a"]
     dcp.save({"a": expected}, storage_writer=plugin.writer(tmp_path))
-    start, stop = rows
-
-    class RowsPlanner(DefaultLoadPlanner):
-        def create_local_plan(self) -> Any:
-            from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-            from torch.distributed.checkpoint.planner import LoadPlan
-            from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-            region = ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([stop - start, 500]))
-            saved = self.metadata.state_dict_metadata["a"]
-            return LoadPlan(create_read_items_for_chunk_list("a", saved, [region]))
-
-        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-            (row, column), (height, width) = read_item.dest_offsets, read_item.lengths
-            return self.state_dict["a"][row : row + height, column : column + width]
-
-    destination = opposite_of(expected[start:stop])
-    dcp.load({"a": destination}, storage_reader=plugin.reader(tmp_path), planner=RowsPlanner())
-    assert_same_bits(destination, expected[start:stop])
+    state = {"a": opposite_of(expected)}
+    dcp.load(state, storage_reader=plugin.reader(tmp_path), planner=Rows(*rows))
+    assert_same_bits(state["a"][slice(*rows)], expected[slice(*rows)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.checkpoints import assert_holds
 from tests.states import assert_same, assert_same_bits, blank, opposite_of
 
 from .plugins import ORACLE, OURS, OURS_BY_CODEC, OURS_FROM_STOCK, Plugin, on_every_plugin, on_every_reader, quiet_stock
@@ -50,10 +51,7 @@ def test_value_survives(saved_values: Callable[[Plugin], Path], plugin: Plugin, 
 @pytest.mark.parametrize("plugin", OURS_BY_CODEC, ids=str)
 def test_all_values_survive_in_every_codec(saved_values: Callable[[Plugin], Path], plugin: Plugin) -> None:
     expected = all_values()
-    state = {name: opposite_of(value) for name, value in expected.items()}
-    dcp.load(state, storage_reader=plugin.reader(saved_values(plugin)))
-    for name, value in expected.items():
-        assert_same_bits(state[name], value, name)
+    assert_holds(plugin.reader(saved_values(plugin)), expected)
 
 
 @pytest.mark.ci
@@ -68,19 +66,13 @@ def test_values_survive_any_number_of_threads_and_files(
         name: value for name, value in all_values().items() if "trained" in name or "0-d" in name or "empty" in name
     }
     dcp.save(expected, storage_writer=plugin.writer(tmp_path, **options))
-    state = {name: opposite_of(value) for name, value in expected.items()}
-    dcp.load(state, storage_reader=plugin.reader(tmp_path))
-    for name, value in expected.items():
-        assert_same_bits(state[name], value, name)
+    assert_holds(plugin.reader(tmp_path), expected)
 
 
 @pytest.mark.parametrize("verify", ["stored", "full", "off"])
 def test_values_survive_any_way_to_verify(saved_values: Callable[[Plugin], Path], verify: str) -> None:
     expected = all_values()
-    state = {name: opposite_of(value) for name, value in expected.items()}
-    dcp.load(state, storage_reader=OURS.reader(saved_values(OURS), verify=verify))
-    for name, value in expected.items():
-        assert_same_bits(state[name], value, name)
+    assert_holds(OURS.reader(saved_values(OURS), verify=verify), expected)
 
 
 def _every_other_column(value: torch.Tensor) -> torch.Tensor:
@@ -127,10 +119,7 @@ def test_tensors_that_share_storage(tmp_path: Path, plugin: Plugin) -> None:
     whole = trained(torch.float32, (64, 64))
     saved = {"whole": whole, "same": whole, "half": whole[:32], "transposed": whole.t()}
     dcp.save(saved, storage_writer=plugin.writer(tmp_path))
-    state = {name: opposite_of(value) for name, value in saved.items()}
-    dcp.load(state, storage_reader=plugin.reader(tmp_path))
-    for name, value in saved.items():
-        assert_same_bits(state[name], value, name)
+    assert_holds(plugin.reader(tmp_path), saved)
 
 
 @on_every_reader
@@ -170,9 +159,7 @@ def test_budget_smaller_than_the_value(tmp_path: Path, plugin: Plugin, name: str
     expected = {"large": LARGE[name](), "small": trained(torch.bfloat16, (11,))}
     budget = {"host_memory_budget": 8 << 20}
     dcp.save(expected, storage_writer=plugin.writer(tmp_path, **(budget if plugin.writes == "ours" else {})))
-    state = blank(expected)
-    dcp.load(state, storage_reader=plugin.reader(tmp_path, **budget))
-    assert_same(state, expected)
+    assert_holds(plugin.reader(tmp_path, **budget), expected)
 
 
 AMBIENT: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {

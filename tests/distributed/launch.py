@@ -58,13 +58,7 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """`size` processes that wait for functions to run as ranks of a gloo process group.
-
-    Args:
-        size: the largest world size that `run` can be asked for.
-        directory: where the processes meet; it must be on this machine.
-        grace_s: how long the other ranks may go on once one has raised: they may wait for it in a collective.
-    """
+    """`size` processes that wait for functions to run as ranks of a gloo process group."""
 
     def __init__(self, size: int, directory: str | os.PathLike[str], *, grace_s: float = 30.0) -> None:
         self.size = size

@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.staging import staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
 from tests.checkpoints import assert_loads, file_names
-from tests.conformance.sabotage import Sabotage
+from tests.conformance.sabotage import FailingSavePlanner, Sabotage
 from tests.states import State
 
 from .launch import RankPool
@@ -47,13 +46,6 @@ def _assert_alive() -> None:
     total = torch.tensor([1])
     dist.all_reduce(total)
     assert int(total) == dist.get_world_size()
-
-
-class _Fails(DefaultSavePlanner):
-    """Raises while data is fetched."""
-
-    def resolve_data(self, write_item: Any) -> Any:
-        raise Sabotage("on purpose")
 
 
 def _ended(saving: AsyncSave) -> None:
@@ -86,12 +78,14 @@ def test_saves_beside_the_collectives_of_training(ranks: RankPool, tmp_path: Pat
 
 
 def _fails_while_staging(path: Path, failing: int) -> tuple[str, str]:
-    rank = dist.get_rank()
+    dist.get_rank()
     writer = NvcompWriter(path)
-    saving = async_save(_sharded(1), storage_writer=writer, planner=_Fails() if rank == failing else None)
+    saving = async_save(
+        _sharded(1), storage_writer=writer, planner=FailingSavePlanner("resolve_data", rank=failing, survivors=0)
+    )
     _assert_alive()
     staging = saving.staging_completion.exception(100)
-    with pytest.raises(BaseException, match="on purpose") as caught:
+    with pytest.raises(BaseException, match="resolve_data") as caught:
         saving.upload_completion.result(100)
     _assert_alive()
     async_save(_sharded(2), storage_writer=writer).upload_completion.result(100)
@@ -147,7 +141,7 @@ def test_a_rank_that_fails_while_it_copies_what_a_kept_plan_says(ranks: RankPool
 
 
 def _nobody_looked(path: Path, who_looks: tuple[int, ...]) -> str:
-    saving = async_save(_sharded(1), path, planner=_Fails() if dist.get_rank() == 0 else None)
+    saving = async_save(_sharded(1), path, planner=FailingSavePlanner("resolve_data", survivors=0))
     _ended(saving)
     if dist.get_rank() in who_looks:
         assert saving.upload_completion.exception() is not None

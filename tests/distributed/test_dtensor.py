@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,29 @@ from .launch import RankPool
 
 pytestmark = quiet_stock
 
-Hold = Callable[[torch.Tensor], torch.Tensor]
-
 
 def _hold(value: torch.Tensor, *placements: Any, mesh_shape: tuple[int, ...] | None = None) -> DTensor:
     mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
     return distribute_tensor(value, mesh, list(placements), src_data_rank=None)
+
+
+def _by(value: torch.Tensor, placements: tuple[Any, ...], mesh_shape: tuple[int, ...] | None = None) -> DTensor:
+    return _hold(value, *placements, mesh_shape=mesh_shape)
+
+
+Values = Callable[[], dict[str, torch.Tensor]]
+Hold = Callable[[torch.Tensor], DTensor]
+
+
+def _save(plugin: Plugin, path: Path, values: Values, hold: Hold) -> None:
+    dcp.save({key: hold(value) for key, value in values().items()}, storage_writer=plugin.writer(path))
+
+
+def _load(plugin: Plugin, path: Path, values: Values, hold: Hold) -> None:
+    state = {key: hold(opposite_of(value)) for key, value in values().items()}
+    dcp.load(state, storage_reader=plugin.reader(path))
+    for key, value in values().items():
+        assert_same_bits(_local(state[key]), _local(hold(value)), key)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,17 +58,6 @@ def _uneven() -> dict[str, torch.Tensor]:
     }
 
 
-def _save_uneven(plugin: Plugin, path: Path, dim: int) -> None:
-    dcp.save({key: _hold(value, Shard(dim)) for key, value in _uneven().items()}, storage_writer=plugin.writer(path))
-
-
-def _load_uneven(plugin: Plugin, path: Path, dim: int) -> None:
-    state = {key: _hold(opposite_of(value), Shard(dim)) for key, value in _uneven().items()}
-    dcp.load(state, storage_reader=plugin.reader(path))
-    for key, value in _uneven().items():
-        assert_same_bits(_local(state[key]), _local(_hold(value, Shard(dim))), key)
-
-
 @pytest.mark.ci
 @on_every_plugin
 @pytest.mark.parametrize(
@@ -61,28 +68,19 @@ def _load_uneven(plugin: Plugin, path: Path, dim: int) -> None:
 def test_uneven_shards(
     ranks: RankPool, tmp_path: Path, plugin: Plugin, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    ranks.run(_save_uneven, plugin, tmp_path, before[1], world_size=before[0])
-    ranks.run(_load_uneven, plugin, tmp_path, after[1], world_size=after[0])
+    for do, (world_size, dim) in ((_save, before), (_load, after)):
+        ranks.run(do, plugin, tmp_path, _uneven, partial(_by, placements=(Shard(dim),)), world_size=world_size)
 
 
-def _save_dtypes(plugin: Plugin, path: Path) -> None:
-    values = {str(dtype): random_bits(dtype, (9, 8)) for dtype in DTYPES}
-    state = {key: _hold(value, Shard(0), Shard(1), mesh_shape=(2, 2)) for key, value in values.items()}
-    dcp.save(state, storage_writer=plugin.writer(path))
-
-
-def _load_dtypes(plugin: Plugin, path: Path) -> None:
-    values = {str(dtype): random_bits(dtype, (9, 8)) for dtype in DTYPES}
-    state = {key: _hold(opposite_of(value), Shard(1)) for key, value in values.items()}
-    dcp.load(state, storage_reader=plugin.reader(path))
-    for key, value in values.items():
-        assert_same_bits(_local(state[key]), _local(_hold(value, Shard(1))), key)
+def _every_dtype() -> dict[str, torch.Tensor]:
+    return {str(dtype): random_bits(dtype, (9, 8)) for dtype in DTYPES}
 
 
 @on_every_plugin
 def test_every_dtype(ranks: RankPool, tmp_path: Path, plugin: Plugin) -> None:
-    ranks.run(_save_dtypes, plugin, tmp_path, world_size=4)
-    ranks.run(_load_dtypes, plugin, tmp_path, world_size=3)
+    in_both = partial(_by, placements=(Shard(0), Shard(1)), mesh_shape=(2, 2))
+    ranks.run(_save, plugin, tmp_path, _every_dtype, in_both, world_size=4)
+    ranks.run(_load, plugin, tmp_path, _every_dtype, partial(_by, placements=(Shard(1),)), world_size=3)
 
 
 def _strided_hold(value: torch.Tensor) -> DTensor:
@@ -93,25 +91,12 @@ def _strided_hold(value: torch.Tensor) -> DTensor:
     return DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=value.shape, stride=value.stride())
 
 
-def _save_strided(plugin: Plugin, path: Path) -> None:
-    state = {
-        "columns": _strided_hold(trained(torch.float32, (400, 600))),
-        "transposed": _strided_hold(trained(torch.bfloat16, (600, 400)).t()),
-        "conj": _strided_hold(random_bits(torch.complex64, (40, 60)).conj()),
-    }
-    dcp.save(state, storage_writer=plugin.writer(path))
-
-
-def _load_strided(plugin: Plugin, path: Path) -> None:
-    values = {
+def _strided() -> dict[str, torch.Tensor]:
+    return {
         "columns": trained(torch.float32, (400, 600)),
         "transposed": trained(torch.bfloat16, (600, 400)).t(),
         "conj": random_bits(torch.complex64, (40, 60)).conj(),
     }
-    state = {key: _strided_hold(opposite_of(value)) for key, value in values.items()}
-    dcp.load(state, storage_reader=plugin.reader(path))
-    for key, value in values.items():
-        assert_same_bits(_local(state[key]), _local(_strided_hold(value)), key)
 
 
 @pytest.mark.ci
@@ -120,8 +105,8 @@ def _load_strided(plugin: Plugin, path: Path) -> None:
 def test_local_tensors_that_are_views(
     ranks: RankPool, tmp_path: Path, plugin: Plugin, saving_ranks: int, loading_ranks: int
 ) -> None:
-    ranks.run(_save_strided, plugin, tmp_path, world_size=saving_ranks)
-    ranks.run(_load_strided, plugin, tmp_path, world_size=loading_ranks)
+    ranks.run(_save, plugin, tmp_path, _strided, _strided_hold, world_size=saving_ranks)
+    ranks.run(_load, plugin, tmp_path, _strided, _strided_hold, world_size=loading_ranks)
 
 
 def _on_submesh(value: torch.Tensor, members: list[int]) -> DTensor:

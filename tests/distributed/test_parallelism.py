@@ -61,13 +61,7 @@ RESHARDINGS = [
     ids=[f"{before}@{n}-{after}@{m}" for before, n, after, m in RESHARDINGS],
 )
 def test_reshard(
-    ranks: RankPool,
-    tmp_path: Path,
-    plugin: Plugin,
-    saving: str,
-    saving_ranks: int,
-    loading: str,
-    loading_ranks: int,
+    ranks: RankPool, tmp_path: Path, plugin: Plugin, saving: str, saving_ranks: int, loading: str, loading_ranks: int
 ) -> None:
     saved = ranks.run(_train_and_save, plugin, tmp_path, saving, world_size=saving_ranks)
     for state in ranks.run(_load_into_another, plugin, tmp_path, loading, world_size=loading_ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
 from pathlib import Path
@@ -16,13 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import errors
-from tests.checkpoints import file_names, flip
+from tests.checkpoints import assert_holds, file_names, flip
 from tests.conformance.plugins import OURS, Plugin, on_every_plugin, quiet_stock
 from tests.conformance.sabotage import LOAD_STEPS, SAVE_STEPS, FailingLoadPlanner, FailingSavePlanner, Sabotage
 from tests.conformance.values import trained
+from tests.distributed.launch import RankFailure, RankPool
 from tests.states import assert_same_bits, opposite_of
-
-from .launch import RankFailure, RankPool
 
 pytestmark = quiet_stock
 
@@ -217,10 +217,7 @@ def test_killed_rank(tmp_path: Path) -> None:
     finally:
         pool.close()
     assert (tmp_path / "outcome").exists(), "rank 0 was told"
-    state: dict[str, Any] = {name: opposite_of(value) for name, value in _values("one").items()}
-    dcp.load(state, storage_reader=OURS.reader(tmp_path / "c"))
-    for name, value in _values("one").items():
-        assert_same_bits(state[name], value, name)
+    assert_holds(OURS.reader(tmp_path / "c"), _values("one"))
 
 
 def _fail_async(plugin: Plugin, path: Path, failing_rank: int) -> str:
@@ -250,3 +247,37 @@ def test_missing_checkpoint_is_missing_for_all(ranks: RankPool, tmp_path: Path) 
     for failures in ranks.run(_save_missing_checkpoint, tmp_path / "nothing", world_size=2):
         assert failures.keys() == {0, 1}
         assert all(str(tmp_path / "nothing") in str(error) for error in failures.values())
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _save_and_listen(path: Path) -> tuple[list[str], int, Any]:
+    log, handler, told = logging.getLogger("dcp_nvcomp"), _Lines(), []
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        value = distribute_tensor(trained(torch.float32, (400, 300)), mesh, [Shard(0)], src_data_rank=None)
+        writer = OURS.writer(path, on_save=told.append, progress=True)
+        dcp.save({"w": value}, storage_writer=writer)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    return handler.lines, len(told), writer.last_save
+
+
+def test_rank_zero_tells_of_the_whole_save(ranks: RankPool, tmp_path: Path) -> None:
+    results = ranks.run(_save_and_listen, tmp_path, world_size=3)
+    assert [len(lines) for lines, _, _ in results] == [1, 0, 0]
+    assert results[0][1] == 1
+    stats = results[0][2]
+    assert stats.uncompressed_nbytes == 400 * 300 * 4
+    assert set(stats.files) == {name for name in file_names(tmp_path) if name.endswith(".distcp")}
+    assert stats.by_dtype.keys() in ({"float32"}, {"torch.float32"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dcp_nvcomp import errors
-from tests.checkpoints import file_names
+from dcp_nvcomp import NvcompReader, errors
+from tests.checkpoints import assert_holds, file_names
 from tests.conformance.plugins import OURS, Plugin, on_every_plugin, quiet_stock
 from tests.conformance.sabotage import FailingSavePlanner, Sabotage
 from tests.conformance.values import trained
+from tests.distributed.launch import RankPool
 from tests.states import assert_same_bits, opposite_of
-
-from .launch import RankPool
 
 pytestmark = quiet_stock
 
@@ -76,9 +78,7 @@ def test_merged_metadata_without_a_process_group(ranks: RankPool, tmp_path: Path
     metadata = OURS.reader(tmp_path).read_metadata()
     assert metadata.state_dict_metadata["w"].size == torch.Size([301, 200])
     assert len(metadata.state_dict_metadata["w"].chunks) == 3
-    state = {"w": opposite_of(_full("one"))}
-    dcp.load(state, storage_reader=OURS.reader(tmp_path))
-    assert_same_bits(state["w"], _full("one"))
+    assert_holds(OURS.reader(tmp_path), {"w": _full("one")})
 
 
 @pytest.mark.parametrize("lost_rank", [0, 1, 2])
@@ -132,3 +132,88 @@ def test_failure_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
     assert not [name for name in file_names(tmp_path) if name.startswith("__1")]
     with pytest.raises(errors.CheckpointError):
         OURS.reader(tmp_path).read_metadata()
+
+
+def _value(seed: str) -> torch.Tensor:
+    return trained(torch.float32, (64, 300), seed)
+
+
+def _save_alone(path: Path, seed: str) -> None:
+    """Save as another job: one process, no collective with the ranks that load."""
+    dcp.save({"w": _value(seed)}, storage_writer=OURS.writer(path), no_dist=True)
+
+
+class _ReplacedBetweenReads(NvcompReader):
+    """Rank 0 reads the metadata, then another save finishes, then the other ranks read it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if dist.get_rank() == 0:
+            metadata = super().read_metadata(*args, **kwargs)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            _save_alone(Path(self.checkpoint_id), "two")
+        dist.barrier()
+        return metadata if dist.get_rank() == 0 else super().read_metadata(*args, **kwargs)
+
+
+class _ReplacedAfterPlanning(NvcompReader):
+    """All ranks have read the same metadata and planned when another save finishes."""
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            _save_alone(Path(self.checkpoint_id), "two")
+        dist.barrier()
+        return super().read_data(plan, planner)
+
+
+def _load(path: Path, reader: NvcompReader | None = None) -> torch.Tensor:
+    state = {"w": _sharded(opposite_of(_value("one")))}
+    dcp.load(state, storage_reader=reader or OURS.reader(path))
+    return state["w"].full_tensor()
+
+
+def _load_while_replaced_between_reads(path: Path) -> None:
+    with pytest.raises(dcp.CheckpointException, match=re.escape(str(path))) as caught:
+        _load(path, _ReplacedBetweenReads(path))
+    causes = [cause for cause, _ in caught.value.failures.values()]
+    assert all(isinstance(cause, errors.CheckpointReplacedError) for cause in causes), causes
+    assert_same_bits(_load(path), _value("two"))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_saw_different_saves_are_refused(ranks: RankPool, tmp_path: Path, world_size: int) -> None:
+    _save_alone(tmp_path, "one")
+    ranks.run(_load_while_replaced_between_reads, tmp_path, world_size=world_size)
+
+
+def _load_different_checkpoints(paths: list[Path]) -> None:
+    with pytest.raises(dcp.CheckpointException) as caught:
+        _load(paths[dist.get_rank()])
+    (cause,) = [cause for cause, _ in caught.value.failures.values()]
+    assert isinstance(cause, errors.ConfigurationError), cause
+    assert all(repr(str(path)) in str(cause) for path in paths), cause
+
+
+def test_ranks_that_load_different_checkpoints_are_told_so(ranks: RankPool, tmp_path: Path) -> None:
+    """As Transformers' Trainer may ask for: see docs/frameworks/transformers.md."""
+    paths = [tmp_path / "step-4", tmp_path / "step-6"]
+    for path, seed in zip(paths, ("one", "two"), strict=True):
+        _save_alone(path, seed)
+    ranks.run(_load_different_checkpoints, paths, world_size=2)
+
+
+def _load_while_replaced_after_planning(path: Path) -> None:
+    try:
+        loaded = _load(path, _ReplacedAfterPlanning(path))
+    except dcp.CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        assert all(isinstance(cause, errors.CheckpointError) for cause in causes), causes
+    else:
+        assert_same_bits(loaded, _value("one"))
+    assert_same_bits(_load(path), _value("two"))
+
+
+def test_load_goes_on_from_the_files_of_the_earlier_save(ranks: RankPool, tmp_path: Path) -> None:
+    _save_alone(tmp_path, "one")
+    ranks.run(_load_while_replaced_after_planning, tmp_path, world_size=2)

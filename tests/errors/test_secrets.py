@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from dcp_nvcomp.errors import CheckpointError, StorageError
+from dcp_nvcomp import CheckpointError, RankFailedError, StorageError
 from dcp_nvcomp.redaction import Redactor, without_secrets
 
 
@@ -170,3 +170,18 @@ def test_an_error_that_came_from_itself() -> None:
     harmless.__context__ = OSError(5, "broken")
     harmless.__context__.__context__ = harmless
     assert Redactor("smb://u:p@h/x", OPTIONS).error(harmless) is harmless
+
+
+@pytest.mark.parametrize("harm", ["\x1b[2J", "\x9b1m", "\r", "\x07", "\x7f", "\u202e", "\u2028", "\ud800", "\0"])
+def test_nothing_is_obeyed_by_a_terminal(harm: str) -> None:
+    error = CheckpointError(f"It says {harm}.", path=f"run/{harm}", fqn=harm)
+    error.message += f" And {harm}."
+    for one in (error, pickle.loads(pickle.dumps(error)), StorageError.from_os_error("read", harm, OSError(harm))):
+        assert harm not in str(one) and harm not in repr(one)
+        str(one).encode()
+    assert harm not in str(RankFailedError.of({0: harm, 1: harm}))
+
+
+def test_text_of_all_languages_stays() -> None:
+    text = "Zeile 1\n\tZeile 2: über 3\u00a0GB, 日本語"
+    assert CheckpointError(text).message == text

@@ -23,8 +23,6 @@ from tests.checkpoints import save
 from tests.cli.checkpoints import run
 from tests.storage.plain import carry_out, hooked
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 PASSWORD, TOKEN = "pa55w0rd", "t0k3n-t0k3n"
 OPTIONS = {"token": TOKEN}
 

@@ -16,10 +16,8 @@ import torch.distributed.checkpoint as dcp
 from dcp_nvcomp import CheckpointManager, NvcompWriter, TrainingState, async_save, load, save
 from dcp_nvcomp.calls.values import try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
-from tests.distributed.launch import RankPool, ranks
+from tests.distributed.launch import RankPool
 from tests.states import assert_same
-
-__all__ = ["ranks"]
 
 
 class Counter:

@@ -13,11 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from dcp_nvcomp import CheckpointManager, TrainingState, load, save
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
-from tests.distributed.launch import RankPool, ranks
+from tests.distributed.launch import RankPool
 from tests.field.optimizers import PLAIN, SHARDED, combinations, resume, train
 from tests.states import assert_same
-
-__all__ = ["ranks"]
 
 
 def assert_resumed(names: dict[str, Any], trained: list[Any], resumed: list[Any], *, on_others: bool = False) -> None:
@@ -205,8 +203,7 @@ WRAPS: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", ["load", "restore", "stock"])
 @pytest.mark.parametrize(
-    ("saved", "fresh"),
-    [("plain", "parallel"), ("parallel", "plain"), ("wrapped", "parallel"), ("twice", "wrapped")],
+    ("saved", "fresh"), [("plain", "parallel"), ("parallel", "plain"), ("wrapped", "parallel"), ("twice", "wrapped")]
 )
 def test_names_of_parameters_come_back_as_the_destination_has_them(
     tmp_path: Path, saved: str, fresh: str, how: str

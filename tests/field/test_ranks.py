@@ -36,17 +36,11 @@ def _state() -> State:
 
 @dataclass(frozen=True)
 class Here:
-    """Where a case runs.
+    """Where a case runs."""
 
-    Attributes:
-        group: its process group.
-        number: this rank in the group.
-        place: a directory of the case; `saved` beside it is a checkpoint.
-    """
-
-    group: dist.ProcessGroup
-    number: int
-    place: Path
+    group: dist.ProcessGroup  # its process group
+    number: int  # this rank in the group
+    place: Path  # a directory of the case; `saved` beside it is a checkpoint
 
     def save(self, name: str = "a", **options: object) -> None:
         save(_state(), self.place / name, process_group=self.group, **options)  # type: ignore[arg-type]
@@ -144,10 +138,7 @@ MIXED: dict[str, tuple[Does, tuple[str, ...]]] = {
     ),
     "paths of save": (lambda here: here.save(str(here.number)), ("path: ", "/0' (rank", "/1' (rank")),
     "paths of async_save": (lambda here: here.async_save(str(here.number)), ("path: ", "/0' (rank", "/1' (rank")),
-    "paths of a manager": (
-        lambda here: here.manager(str(here.number)).close(),
-        ("path: ", "/0' (rank", "/1' (rank"),
-    ),
+    "paths of a manager": (lambda here: here.manager(str(here.number)).close(), ("path: ", "/0' (rank", "/1' (rank")),
     "overwrite": (lambda here: here.save(overwrite=here.number > 0), ("overwrite: False (rank", "True (rank")),
     "overwrite of async_save": (lambda here: here.async_save(overwrite=here.number > 0), ("overwrite: False (rank",)),
     "on_difference": (
@@ -268,10 +259,7 @@ QUICK = [
     ("missing", "manager.save", "the first"),
     *(("mixed", name) for name in MIXED if name != "manager.save, save"),
 ]
-EVERYTHING = [
-    *(("missing", call, who) for call in CALLS for who in MISSING),
-    *(("mixed", name) for name in MIXED),
-]
+EVERYTHING = [*(("missing", call, who) for call in CALLS for who in MISSING), *(("mixed", name) for name in MIXED)]
 
 
 @pytest.mark.ci

@@ -18,7 +18,7 @@ from dcp_nvcomp.errors import (
     UnsupportedVersionError,
     WrongMagicError,
 )
-from dcp_nvcomp.format.framing import Tables, Trailer, check_header, decode_trailer
+from dcp_nvcomp.format.framing import check_header, decode_trailer
 from tests.cpu_time import within_cpu_seconds
 from tests.effort import sampled
 from tests.format.forgery import MAGIC, SMALL_CONTENTS, Forgery, small_forgery
@@ -93,7 +93,7 @@ ANS: dict[str, Any] = {
 }
 HUGE = 1 << 60
 
-FRAMING: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
+FRAMING: dict[str, tuple[Any, ...]] = {
     "magic at the start": (header(b"\x89PNGxx\r\n" + bytes(8)), WrongMagicError, "does not begin"),
     "another version in the header": (header(MAGIC + struct.pack("<II", 2, 0)), UnsupportedVersionError, "version 2"),
     "reserved bytes of the header": (header(MAGIC + struct.pack("<II", 1, 1)), CorruptDataError, "must be zero"),
@@ -108,51 +108,38 @@ FRAMING: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
     ),
     "footer_nbytes too large": (override("footer_nbytes", 1 << 63), TruncatedFileError, "according to its trailer"),
     "json_nbytes too large": (override("json_nbytes", 1 << 40), TruncatedFileError, "trailer"),
-    "json_nbytes too small": (override("json_nbytes", 20), FormatError, "JSON can't be read"),
+    "json_nbytes too small": (override("json_nbytes", 20), "JSON can't be read"),
     "footer CRC": (override("footer_crc", 12345), CorruptDataError, "footer fails its CRC"),
-    "JSON that is none": (override("json", b"{" * 40), FormatError, "JSON can't be read"),
-    "JSON nested without end": (override("json", b"[" * 200_000), FormatError, "JSON can't be read"),
-    "JSON that is not text": (override("json", b'{"a": "\xff\xfe"}'), FormatError, "JSON can't be read"),
-    "JSON that is no object": (override("json", b"[1, 2, 3]"), FormatError, "not an object"),
-    "a number of 10,000 digits": (override("json", b'{"blocks": ' + b"9" * 10_000 + b"}"), FormatError, "JSON"),
+    "JSON that is none": (override("json", b"{" * 40), "JSON can't be read"),
+    "JSON nested without end": (override("json", b"[" * 200_000), "JSON can't be read"),
+    "JSON that is not text": (override("json", b'{"a": "\xff\xfe"}'), "JSON can't be read"),
+    "JSON that is no object": (override("json", b"[1, 2, 3]"), "not an object"),
+    "a number of 10,000 digits": (override("json", b'{"blocks": ' + b"9" * 10_000 + b"}"), "JSON"),
 }
 
-TABLES: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
-    "more blocks than the table": (described("blocks", 6), FormatError, "tables do not have the size"),
-    "fewer blocks than the table": (described("blocks", 4), FormatError, "tables do not have the size"),
-    "negative blocks": (
-        both(described("blocks", -1), described("slices", 30)),
-        FormatError,
-        "tables do not have the size",
-    ),
-    "huge blocks": (described("blocks", HUGE), FormatError, "tables do not have the size"),
-    "blocks as text": (described("blocks", "5"), FormatError, "tables do not have the size"),
-    "blocks as true": (described("blocks", True), FormatError, "tables do not have the size"),
-    "blocks as a float": (described("blocks", 5.0), FormatError, "tables do not have the size"),
-    "no slices": (without("slices"), FormatError, "tables do not have the size"),
-    "blocks traded for slices": (
-        both(described("blocks", 4), described("slices", 10)),
-        FormatError,
-        "more blocks than its table",
-    ),
-    "block sums too small": (row("encoded_nbytes", 0, lambda n: n - 16), FormatError, "the footer begins at"),
-    "block sums too large": (row("encoded_nbytes", 4, lambda n: n + 16), FormatError, "the footer begins at"),
-    "block sizes beyond the file": (
-        row("encoded_nbytes", 1, lambda n: 0xFFFFFFF0),
-        FormatError,
-        "the footer begins at",
-    ),
+TABLES: dict[str, tuple[Any, ...]] = {
+    "more blocks than the table": (described("blocks", 6), "tables do not have the size"),
+    "fewer blocks than the table": (described("blocks", 4), "tables do not have the size"),
+    "negative blocks": (both(described("blocks", -1), described("slices", 30)), "tables do not have the size"),
+    "huge blocks": (described("blocks", HUGE), "tables do not have the size"),
+    "blocks as text": (described("blocks", "5"), "tables do not have the size"),
+    "blocks as true": (described("blocks", True), "tables do not have the size"),
+    "blocks as a float": (described("blocks", 5.0), "tables do not have the size"),
+    "no slices": (without("slices"), "tables do not have the size"),
+    "blocks traded for slices": (both(described("blocks", 4), described("slices", 10)), "more blocks than its table"),
+    "block sums too small": (row("encoded_nbytes", 0, lambda n: n - 16), "the footer begins at"),
+    "block sums too large": (row("encoded_nbytes", 4, lambda n: n + 16), "the footer begins at"),
+    "block sizes beyond the file": (row("encoded_nbytes", 1, lambda n: 0xFFFFFFF0), "the footer begins at"),
     "block sizes not of 16": (
         both(row("encoded_nbytes", 0, lambda n: n - 8), described("data_offset", 72)),
-        FormatError,
         "multiples of 16",
     ),
-    "unknown flags": (row("flags", 0, lambda n: 5), FormatError, "unknown flags"),
-    "a negative sign that is not packed": (row("flags", 1, lambda n: 2), FormatError, "unknown flags"),
-    "flags on plain bytes": (row("flags", 2, lambda n: 1), FormatError, "unknown flags"),
-    "packed, though the rest is coded": (codec(0, 0, coded=["rest"]), FormatError, "unknown flags"),
-    "too few slices": (codec(1, 1, slice_nbytes=1024), FormatError, "slice table"),
-    "too many slices": (codec(1, 1, slice_nbytes=256), FormatError, "slice table"),
+    "unknown flags": (row("flags", 0, lambda n: 5), "unknown flags"),
+    "a negative sign that is not packed": (row("flags", 1, lambda n: 2), "unknown flags"),
+    "flags on plain bytes": (row("flags", 2, lambda n: 1), "unknown flags"),
+    "packed, though the rest is coded": (codec(0, 0, coded=["rest"]), "unknown flags"),
+    "too few slices": (codec(1, 1, slice_nbytes=1024), "slice table"),
+    "too many slices": (codec(1, 1, slice_nbytes=256), "slice table"),
     "a slice larger than it decodes to": (row("slices", 0, lambda n: 49), CorruptDataError, "slice"),
     "a slice beyond its block": (row("slices", 3, lambda n: 512), CorruptDataError, "slice"),
     "an empty slice": (row("slices", 0, lambda n: 0), CorruptDataError, "does not decode"),
@@ -168,83 +155,77 @@ TABLES: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
     ),
 }
 
-FIELDS: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
+FIELDS: dict[str, tuple[Any, ...]] = {
     "an unknown feature": (described("features", ["deltas"]), UnsupportedVersionError, "deltas"),
     "no features": (without("features"), UnsupportedVersionError, "features"),
     "features that are no list": (described("features", ""), UnsupportedVersionError, "features"),
-    "no save_id": (without("save_id"), FormatError, "save_id must be text"),
-    "file_id as a number": (described("file_id", 5), FormatError, "file_id must be text"),
-    "a negative rank": (described("rank", -1), FormatError, "rank must be"),
-    "no data_offset": (without("data_offset"), FormatError, "data_offset must be"),
-    "a negative data_offset": (described("data_offset", -16), FormatError, "data_offset must be"),
-    "a huge data_offset": (described("data_offset", 1 << 62), FormatError, "the footer begins at"),
-    "an absurd data_offset": (described("data_offset", 10**4300 - 16), FormatError, "data_offset must be"),
-    "records that are no list": (described("records", {}), FormatError, "records must be a list"),
-    "a record that is no object": (lambda f: f.description["records"].insert(0, 5), FormatError, "not an object"),
-    "no records": (described("records", []), FormatError, "0 blocks, its table 5"),
-    "a record missing": (without("records", 6), FormatError, "4 blocks, its table 5"),
+    "no save_id": (without("save_id"), "save_id must be text"),
+    "file_id as a number": (described("file_id", 5), "file_id must be text"),
+    "a negative rank": (described("rank", -1), "rank must be"),
+    "no data_offset": (without("data_offset"), "data_offset must be"),
+    "a negative data_offset": (described("data_offset", -16), "data_offset must be"),
+    "a huge data_offset": (described("data_offset", 1 << 62), "the footer begins at"),
+    "an absurd data_offset": (described("data_offset", 10**4300 - 16), "data_offset must be"),
+    "records that are no list": (described("records", {}), "records must be a list"),
+    "a record that is no object": (lambda f: f.description["records"].insert(0, 5), "not an object"),
+    "no records": (described("records", []), "0 blocks, its table 5"),
+    "a record missing": (without("records", 6), "4 blocks, its table 5"),
     "a record too many": (
         add_record(fqn="x", shape=[1], dtype="int8", block_shape=[1], codec=2),
-        FormatError,
         "more blocks than its table",
     ),
-    "no fqn": (without("records", 0, "fqn"), FormatError, "fqn must be text"),
-    "fqn as a number": (record(0, fqn=1), FormatError, "fqn must be text"),
-    "an unknown kind": (record(0, kind="sparse"), FormatError, "kind 'sparse' is unknown"),
-    "kind as a list": (record(0, kind=["pack"]), FormatError, "is unknown"),
+    "no fqn": (without("records", 0, "fqn"), "fqn must be text"),
+    "fqn as a number": (record(0, fqn=1), "fqn must be text"),
+    "an unknown kind": (record(0, kind="sparse"), "kind 'sparse' is unknown"),
+    "kind as a list": (record(0, kind=["pack"]), "is unknown"),
     "depends_on another save": (record(0, depends_on=["3" * 32]), UnsupportedVersionError, "depends on another save"),
-    "an unknown dtype": (record(0, dtype="float128"), FormatError, "dtype 'float128' is unknown"),
-    "dtype as a list": (record(0, dtype=["int8"]), FormatError, "is unknown"),
-    "no dtype": (without("records", 0, "dtype"), FormatError, "dtype None is unknown"),
-    "planes of another width": (record(0, dtype="float32"), FormatError, "codec can't be that of float32"),
-    "planes of integers": (record(0, dtype="int16"), FormatError, "codec can't be that of int16"),
-    "another dtype of the same width": (record(1, dtype="int32"), FormatError, "slice table"),
-    "no shape": (without("records", 0, "shape"), FormatError, "shape must be a list"),
-    "shape as a number": (record(1, shape=100), FormatError, "shape must be a list"),
-    "a negative shape": (record(1, shape=[-100]), FormatError, "shape holds -100"),
-    "a shape of true": (record(1, shape=[True]), FormatError, "shape holds True"),
-    "a shape of floats": (record(1, shape=[100.0]), FormatError, "shape holds 100.0"),
-    "65 dimensions": (record(1, shape=[1] * 65, block_shape=[1] * 65), FormatError, "at most 64"),
-    "a shape of 2^60": (record(1, shape=[HUGE]), FormatError, "more blocks than its table"),
-    "a shape of 2^60 in one block": (record(1, shape=[HUGE], block_shape=[HUGE]), FormatError, "larger than"),
-    "a shape of 2^63": (record(1, shape=[1 << 63], block_shape=[1]), FormatError, "shape holds"),
-    "2^120 elements": (record(1, shape=[HUGE, HUGE], block_shape=[1, 1]), FormatError, "more than 2.62 elements"),
-    "2^3720 elements": (record(1, shape=[1 << 62] * 60, block_shape=[1] * 60), FormatError, "more than 2.62 elements"),
-    "a block of 16 MiB and a bit": (
-        record(1, shape=[(2 << 20) + 1], block_shape=[(2 << 20) + 1]),
-        FormatError,
-        "blocks are larger",
-    ),
-    "block_shape of zero": (record(1, block_shape=[0]), FormatError, "block_shape holds 0"),
-    "a negative block_shape": (record(1, block_shape=[-1]), FormatError, "block_shape holds -1"),
-    "no block_shape": (without("records", 1, "block_shape"), FormatError, "block_shape must be a list"),
-    "block_shape of other dimensions": (record(0, block_shape=[8]), FormatError, "differ in their number"),
-    "offsets of other dimensions": (record(0, offsets=[4]), FormatError, "differ in their number"),
-    "global_shape of other dimensions": (record(0, global_shape=[16, 8, 1]), FormatError, "differ in their number"),
-    "negative offsets": (record(0, offsets=[-4, 0]), FormatError, "offsets holds -4"),
-    "a shard outside of its tensor": (record(0, offsets=[5, 0]), FormatError, "reaches out of its global tensor"),
-    "a shard far outside of its tensor": (record(0, offsets=[HUGE, 0]), FormatError, "reaches out of its global"),
-    "codec beyond the list": (record(0, codec=3), FormatError, "not in the list of codecs"),
-    "a negative codec": (record(0, codec=-1), FormatError, "not in the list of codecs"),
-    "codec as true": (record(0, codec=True), FormatError, "not in the list of codecs"),
-    "no codec": (without("records", 0, "codec"), FormatError, "not in the list of codecs"),
-    "a bytes item of two dimensions": (record(6, shape=[21, 10], block_shape=[21, 10]), FormatError, "one dimension"),
-    "a bytes item of floats": (record(6, dtype="float32", block_shape=[512]), FormatError, "must be uint8"),
-    "a pack of two dimensions": (record(2, shape=[2, 3], block_shape=[2, 3]), FormatError, "one dimension"),
-    "a member before its pack": (record(0, pack=[2, 0]), FormatError, "earlier pack"),
-    "a member of itself": (record(3, pack=[3, 0]), FormatError, "earlier pack"),
-    "a member of no pack": (record(3, pack=[0, 0]), FormatError, "earlier pack"),
-    "a member of record 2^60": (record(3, pack=[HUGE, 0]), FormatError, "earlier pack"),
-    "a pack of packs": (add_record(kind="pack", shape=[2], pack=[2, 0]), FormatError, "earlier pack"),
-    "a member that reaches out of its pack": (record(4, pack=[2, 2]), FormatError, "reaches out of its pack"),
-    "a member far out of its pack": (record(3, pack=[2, HUGE]), FormatError, "reaches out of its pack"),
-    "a huge member": (record(3, shape=[HUGE], pack=[2, 0]), FormatError, "reaches out of its pack"),
-    "a negative place in a pack": (record(3, pack=[2, -1]), FormatError, "non-negative integers"),
-    "a place in a pack that is a float": (record(3, pack=[2, 0.0]), FormatError, "non-negative integers"),
-    "a pack that is a number": (record(3, pack=2), FormatError, "non-negative integers"),
+    "an unknown dtype": (record(0, dtype="float128"), "dtype 'float128' is unknown"),
+    "dtype as a list": (record(0, dtype=["int8"]), "is unknown"),
+    "no dtype": (without("records", 0, "dtype"), "dtype None is unknown"),
+    "planes of another width": (record(0, dtype="float32"), "codec can't be that of float32"),
+    "planes of integers": (record(0, dtype="int16"), "codec can't be that of int16"),
+    "another dtype of the same width": (record(1, dtype="int32"), "slice table"),
+    "no shape": (without("records", 0, "shape"), "shape must be a list"),
+    "shape as a number": (record(1, shape=100), "shape must be a list"),
+    "a negative shape": (record(1, shape=[-100]), "shape holds -100"),
+    "a shape of true": (record(1, shape=[True]), "shape holds True"),
+    "a shape of floats": (record(1, shape=[100.0]), "shape holds 100.0"),
+    "65 dimensions": (record(1, shape=[1] * 65, block_shape=[1] * 65), "at most 64"),
+    "a shape of 2^60": (record(1, shape=[HUGE]), "more blocks than its table"),
+    "a shape of 2^60 in one block": (record(1, shape=[HUGE], block_shape=[HUGE]), "larger than"),
+    "a shape of 2^63": (record(1, shape=[1 << 63], block_shape=[1]), "shape holds"),
+    "2^120 elements": (record(1, shape=[HUGE, HUGE], block_shape=[1, 1]), "more than 2.62 elements"),
+    "2^3720 elements": (record(1, shape=[1 << 62] * 60, block_shape=[1] * 60), "more than 2.62 elements"),
+    "a block of 16 MiB and a bit": (record(1, shape=[(2 << 20) + 1], block_shape=[(2 << 20) + 1]), "blocks are larger"),
+    "block_shape of zero": (record(1, block_shape=[0]), "block_shape holds 0"),
+    "a negative block_shape": (record(1, block_shape=[-1]), "block_shape holds -1"),
+    "no block_shape": (without("records", 1, "block_shape"), "block_shape must be a list"),
+    "block_shape of other dimensions": (record(0, block_shape=[8]), "differ in their number"),
+    "offsets of other dimensions": (record(0, offsets=[4]), "differ in their number"),
+    "global_shape of other dimensions": (record(0, global_shape=[16, 8, 1]), "differ in their number"),
+    "negative offsets": (record(0, offsets=[-4, 0]), "offsets holds -4"),
+    "a shard outside of its tensor": (record(0, offsets=[5, 0]), "reaches out of its global tensor"),
+    "a shard far outside of its tensor": (record(0, offsets=[HUGE, 0]), "reaches out of its global"),
+    "codec beyond the list": (record(0, codec=3), "not in the list of codecs"),
+    "a negative codec": (record(0, codec=-1), "not in the list of codecs"),
+    "codec as true": (record(0, codec=True), "not in the list of codecs"),
+    "no codec": (without("records", 0, "codec"), "not in the list of codecs"),
+    "a bytes item of two dimensions": (record(6, shape=[21, 10], block_shape=[21, 10]), "one dimension"),
+    "a bytes item of floats": (record(6, dtype="float32", block_shape=[512]), "must be uint8"),
+    "a pack of two dimensions": (record(2, shape=[2, 3], block_shape=[2, 3]), "one dimension"),
+    "a member before its pack": (record(0, pack=[2, 0]), "earlier pack"),
+    "a member of itself": (record(3, pack=[3, 0]), "earlier pack"),
+    "a member of no pack": (record(3, pack=[0, 0]), "earlier pack"),
+    "a member of record 2^60": (record(3, pack=[HUGE, 0]), "earlier pack"),
+    "a pack of packs": (add_record(kind="pack", shape=[2], pack=[2, 0]), "earlier pack"),
+    "a member that reaches out of its pack": (record(4, pack=[2, 2]), "reaches out of its pack"),
+    "a member far out of its pack": (record(3, pack=[2, HUGE]), "reaches out of its pack"),
+    "a huge member": (record(3, shape=[HUGE], pack=[2, 0]), "reaches out of its pack"),
+    "a negative place in a pack": (record(3, pack=[2, -1]), "non-negative integers"),
+    "a place in a pack that is a float": (record(3, pack=[2, 0.0]), "non-negative integers"),
+    "a pack that is a number": (record(3, pack=2), "non-negative integers"),
     "a bytes item in a pack of floats": (
         record(4, kind="bytes", shape=[5], offsets=[0], global_shape=[5]),
-        FormatError,
         "can't lie in a pack of float32",
     ),
     "an unknown codec": (codec_chain(1, [BYTES, {**ZSTD, "name": "lz5"}]), UnknownCodecError, "lz5"),
@@ -253,41 +234,38 @@ FIELDS: dict[str, tuple[Spoil, type[CheckpointError], str]] = {
         UnknownCodecError,
         "lz5",
     ),
-    "codecs that are no list": (described("codecs", {}), FormatError, "codecs must be a list"),
-    "a chain without codecs": (codec_chain(1, []), FormatError, "one or two codecs"),
-    "a chain of three": (codec_chain(1, [BYTES, ZSTD, ZSTD]), FormatError, "one or two codecs"),
-    "a chain that begins with a coder": (codec_chain(1, [ZSTD]), FormatError, "array -> bytes codec"),
-    "a chain the wrong way round": (codec_chain(1, [ZSTD, BYTES]), FormatError, "array -> bytes codec"),
-    "a chain of two array codecs": (codec_chain(1, [BYTES, BYTES]), FormatError, "array -> bytes codec"),
+    "codecs that are no list": (described("codecs", {}), "codecs must be a list"),
+    "a chain without codecs": (codec_chain(1, []), "one or two codecs"),
+    "a chain of three": (codec_chain(1, [BYTES, ZSTD, ZSTD]), "one or two codecs"),
+    "a chain that begins with a coder": (codec_chain(1, [ZSTD]), "array -> bytes codec"),
+    "a chain the wrong way round": (codec_chain(1, [ZSTD, BYTES]), "array -> bytes codec"),
+    "a chain of two array codecs": (codec_chain(1, [BYTES, BYTES]), "array -> bytes codec"),
     "planes coded by nothing": (
         codec_chain(0, [{"name": "planes", "configuration": {"float_nbytes": 2, "coded": ["exponent"]}}]),
-        FormatError,
         "no coder",
     ),
     "ans after planes": (
         codec_chain(0, [{"name": "planes", "configuration": {"float_nbytes": 2, "coded": []}}, ANS]),
-        FormatError,
         "must follow codec 'bytes'",
     ),
     "ans with a number for its data type": (
         codec_chain(1, [BYTES, {"name": "ans", "configuration": {**ANS["configuration"], "data_type": 5}}]),
-        FormatError,
         "must be text",
     ),
-    "a codec that is text": (codec_chain(1, ["bytes"]), FormatError, "must be an object"),
-    "a codec without configuration": (codec_chain(1, [{"name": "bytes"}]), FormatError, "must be an object"),
-    "planes of three bytes": (codec(0, 0, float_nbytes=3), FormatError, "must be 2, 4 or 8"),
-    "planes of zero bytes": (codec(0, 0, float_nbytes=0), FormatError, "must be 2, 4 or 8"),
-    "planes of 2.0 bytes": (codec(0, 0, float_nbytes=2.0), FormatError, "must be an integer"),
-    "an unknown plane": (codec(0, 0, coded=["mantissa"]), FormatError, "must list some of"),
-    "coded as text": (codec(0, 0, coded="exponent"), FormatError, "must list some of"),
-    "slice_nbytes of zero": (codec(0, 1, slice_nbytes=0), FormatError, "multiple of 16"),
-    "slice_nbytes of 40": (codec(0, 1, slice_nbytes=40), FormatError, "multiple of 16"),
-    "negative slice_nbytes": (codec(0, 1, slice_nbytes=-16), FormatError, "multiple of 16"),
-    "slice_nbytes of 16 MiB and a bit": (codec(0, 1, slice_nbytes=(16 << 20) + 16), FormatError, "multiple of 16"),
-    "slice_nbytes of 2^60": (codec(0, 1, slice_nbytes=HUGE), FormatError, "multiple of 16"),
-    "slice_nbytes as true": (codec(0, 1, slice_nbytes=True), FormatError, "must be an integer"),
-    "no slice_nbytes": (without("codecs", 0, 1, "configuration", "slice_nbytes"), FormatError, "must be an integer"),
+    "a codec that is text": (codec_chain(1, ["bytes"]), "must be an object"),
+    "a codec without configuration": (codec_chain(1, [{"name": "bytes"}]), "must be an object"),
+    "planes of three bytes": (codec(0, 0, float_nbytes=3), "must be 2, 4 or 8"),
+    "planes of zero bytes": (codec(0, 0, float_nbytes=0), "must be 2, 4 or 8"),
+    "planes of 2.0 bytes": (codec(0, 0, float_nbytes=2.0), "must be an integer"),
+    "an unknown plane": (codec(0, 0, coded=["mantissa"]), "must list some of"),
+    "coded as text": (codec(0, 0, coded="exponent"), "must list some of"),
+    "slice_nbytes of zero": (codec(0, 1, slice_nbytes=0), "multiple of 16"),
+    "slice_nbytes of 40": (codec(0, 1, slice_nbytes=40), "multiple of 16"),
+    "negative slice_nbytes": (codec(0, 1, slice_nbytes=-16), "multiple of 16"),
+    "slice_nbytes of 16 MiB and a bit": (codec(0, 1, slice_nbytes=(16 << 20) + 16), "multiple of 16"),
+    "slice_nbytes of 2^60": (codec(0, 1, slice_nbytes=HUGE), "multiple of 16"),
+    "slice_nbytes as true": (codec(0, 1, slice_nbytes=True), "must be an integer"),
+    "no slice_nbytes": (without("codecs", 0, 1, "configuration", "slice_nbytes"), "must be an integer"),
 }
 
 ALL = {**FRAMING, **TABLES, **FIELDS}
@@ -295,19 +273,15 @@ ALL = {**FRAMING, **TABLES, **FIELDS}
 
 @pytest.mark.parametrize("what", list(ALL))
 def test_each_way_a_file_can_be_bad(what: str) -> None:
-    spoil, error, message = ALL[what]
+    spoil, *errors, message = ALL[what]
     forgery = small_forgery()
     spoil(forgery)
     data = forgery.build()
     with within_cpu_seconds(1), pytest.raises(CheckpointError, match=message) as caught:
         read_file(data)
-    assert type(caught.value) is error
+    assert type(caught.value) is (errors[0] if errors else FormatError)
     if not isinstance(caught.value, CorruptDataError):
         assert caught.value.path == PATH
-
-
-def test_nothing_is_wrong_with_the_unspoiled_file() -> None:
-    assert read_file(small_forgery().build()) == SMALL_CONTENTS
 
 
 @pytest.mark.parametrize("data_offset", [0, 8, 72])
@@ -368,13 +342,10 @@ def test_unverified_damage_stays_inside_the_error_tree() -> None:
         assert {key: value[:4] for key, value in found.items()} == {key: v[:4] for key, v in SMALL_CONTENTS.items()}
 
 
-@pytest.mark.parametrize("length", [0, 7, 15])
-def test_a_header_that_is_too_short(length: int) -> None:
-    with pytest.raises(TruncatedFileError):
-        check_header((MAGIC + struct.pack("<II", 1, 0))[:length], path=PATH)
-
-
-def test_a_trailer_that_is_too_short() -> None:
+def test_a_header_or_trailer_that_is_too_short() -> None:
+    for length in (0, 7, 15):
+        with pytest.raises(TruncatedFileError):
+            check_header((MAGIC + struct.pack("<II", 1, 0))[:length], path=PATH)
     with pytest.raises(TruncatedFileError):
         decode_trailer(bytes(39), path=PATH, file_nbytes=39)
 
@@ -387,8 +358,3 @@ def test_errors_say_where() -> None:
         read_footer(data)
     offset = len(forgery.header) + 48 + sum(len(one[0]) for one in forgery.rows)
     assert caught.value.byte_range == (offset, len(data))
-
-
-def test_values_are_plain() -> None:
-    assert Trailer(100, 60, 20, 1).file_nbytes == 200
-    assert Tables.__dataclass_params__.frozen  # type: ignore[attr-defined]

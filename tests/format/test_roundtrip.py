@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from crc32c import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from tests.effort import examples
+from tests.format import independent_reader
+from tests.format.forgery import SMALL_CONTENTS, small_forgery
 from tests.format.independent_reader import read_data_file
 from tests.format.library import read_file, read_footer, write_file
 from tests.format.strategies import chains, element_types, elements, shapes
@@ -118,3 +127,93 @@ def test_slices_not_worth_coding_are_stored() -> None:
         footer = read_footer(file)
         assert footer.tables.slice_nbytes.tolist() == [1024] * 4
         assert file[footer.block_offsets[0] :][:4096] == raw
+
+
+def test_the_library_reads_it() -> None:
+    assert read_file(small_forgery().build()) == SMALL_CONTENTS
+
+
+def test_the_independent_reader_reads_it() -> None:
+    assert independent_reader.read_data_file(small_forgery().build()) == SMALL_CONTENTS
+
+
+def test_where_the_blocks_lie() -> None:
+    forgery = small_forgery()
+    footer = read_footer(forgery.build())
+    assert footer.block_offsets[0] == 64
+    assert np.diff(footer.block_offsets).tolist() == [len(row[0]) for row in forgery.rows]
+    assert footer.block_nbytes.tolist() == [len(row[2]) for row in forgery.rows]
+    assert np.diff(footer.slice_starts).tolist() == [2, 1, 2, 0, 1]
+    assert (footer.save_id, footer.file_id, footer.rank) == ("1" * 32, "2" * 32, 3)
+    assert footer.record_encoded_nbytes(footer.records[0]) == len(forgery.rows[0][0]) + len(forgery.rows[1][0])
+    assert footer.record_encoded_nbytes(footer.records[3]) == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 3, 4, 63, 64, 65, 100_000])
+def test_the_independent_crc(nbytes: int) -> None:
+    data = np.random.default_rng(nbytes).bytes(nbytes)
+    assert independent_reader.crc32c(data) == crc32c(data)
+
+
+@pytest.mark.parametrize("what", ["encoded_crc", "uncompressed_crc", "footer_crc"])
+def test_the_independent_reader_checks_every_crc(what: str) -> None:
+    forgery = small_forgery()
+    forgery.overrides[what] = 0 if what == "footer_crc" else [0] * len(forgery.rows)
+    with pytest.raises(ValueError, match=what):
+        independent_reader.read_data_file(forgery.build())
+
+
+def test_the_independent_reader_is_short_and_independent() -> None:
+    text = Path(independent_reader.__file__).read_text()
+    imported = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module).split(".")[0])
+    assert len(text.splitlines()) < 150
+    assert imported == {"numpy", "zstandard", "zlib", "struct", "json"}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        "weight": torch.randn(700, 1000, generator=generator).bfloat16(),
+        "moment": torch.randn(900, 700, generator=generator).square(),  # one sign: packed
+        "minus": -torch.rand(300, 700, generator=generator, dtype=torch.float64) - 1,
+        "transposed": torch.randn(300, 500, generator=generator).T,
+        "scalar": torch.tensor(-0.0),
+        "empty": torch.zeros(3, 0, dtype=torch.int16),
+        "object": {"lr": 1e-3, "steps": [1, 2, 3]},
+    }
+    for name in ELEMENT_TYPES:
+        dtype = getattr(torch, name, None)  # older releases lack some
+        if dtype is not None:
+            nbytes = torch.randint(0, 2, (2 * 3 * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+            tensors[f"small.{name}"] = nbytes.view(dtype).reshape(2, 3)
+    return tensors
+
+
+@pytest.mark.parametrize("codec", ["auto", "planes-zstd", "planes-deflate", "zstd", "none"])
+@pytest.mark.parametrize("single_file_per_rank", [True, False])
+def test_the_independent_reader_reads_a_checkpoint(codec: str, single_file_per_rank: bool, tmp_path: Path) -> None:
+    saved = state()
+    writer = NvcompWriter(tmp_path, codec=codec, single_file_per_rank=single_file_per_rank, thread_count=2)
+    dcp.save(saved, storage_writer=writer, no_dist=True)
+    found: dict[str, Any] = {}
+    for path in tmp_path.glob("*.distcp"):
+        found |= {fqn: value for (fqn, _), value in read_data_file(path.read_bytes()).items()}
+    for fqn, tensor in saved.items():
+        if isinstance(tensor, torch.Tensor):
+            shape = tuple(tensor.shape)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            assert found.pop(fqn) == ("tensor", dtype, shape, shape, raw(tensor)), fqn
+    for fqn, value in {"object.lr": 1e-3, "object.steps": [1, 2, 3]}.items():
+        kind, dtype, _, _, payload = found.pop(fqn)
+        assert (kind, dtype) == ("bytes", "uint8")
+        assert torch.load(io.BytesIO(payload), weights_only=True) == value
+    assert not found

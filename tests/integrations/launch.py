@@ -23,20 +23,16 @@ def needs(package: str, requirement: str) -> None:
         pytest.skip(f"{package} is not installed: pip install {requirement}")
 
 
+def printed(*arguments: str) -> str:
+    """Return what Python prints that is started with these arguments."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def start(job: str, directory: Path, how: str, *options: str, killed: bool = False, ranks: int = RANKS) -> str:
-    """Run a job to its end.
-
-    Args:
-        job: the module in jobs/.
-        directory: where it puts its checkpoints and notes.
-        how: `train` or `resume`.
-        *options: further arguments.
-        killed: True if it is killed in the end, False if it ends by itself.
-        ranks: how many.
-
-    Returns:
-        What it printed.
-    """
+    """Run a job to its end."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*torchrun, "-m", f"tests.integrations.jobs.{job}", str(directory), how, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
@@ -68,13 +64,7 @@ def notes(directory: Path, ranks: int = RANKS) -> dict[tuple[int, str, str, int]
 
 
 def check_resumed(directory: Path, saved: int, last: int) -> None:
-    """Check that the job went on as if it had not been killed.
-
-    Args:
-        directory: of its notes.
-        saved: step of the checkpoint that it resumed from.
-        last: step that both starts reached.
-    """
+    """Check that the job went on as if it had not been killed."""
     found = notes(directory)
     for rank in range(RANKS):
         assert found[rank, "resume", "loaded", saved] == found[rank, "train", "saved", saved]
@@ -91,12 +81,7 @@ def check_ours(checkpoint: Path) -> None:
 
 
 def check_cleaned(run: Path, checkpoint: Path) -> None:
-    """Check that `clean` removes what a dead save left in a checkpoint, and nothing else below a run.
-
-    Args:
-        run: whatever the framework put there.
-        checkpoint: one of ours below it.
-    """
+    """Check that `clean` removes what a dead save left in a checkpoint, and nothing else below a run."""
     from dcp_nvcomp import clean_run
 
     before = sorted(run.rglob("*"))

@@ -87,7 +87,6 @@ def what_is_there(path: Path) -> tuple[float, int | None]:
     return open_checkpoint(path)["state_dict.w"][0].item(), step
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 class TestOneDirectoryForManySaves:
     """ModelCheckpoint(save_last=True) saves to one directory: the old meta.pt must not meet new weights."""
 

@@ -5,14 +5,12 @@ In the environment of `make test` this is Megatron-core 0.16; `make test-framewo
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.launch import ROOT, check_cleaned, check_ours, check_resumed, needs, notes, start
+from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, notes, printed, start
 
 pytestmark = pytest.mark.ci
 
@@ -57,16 +55,7 @@ def test_killed_in_a_save_and_resumed_on_more_ranks(tmp_path: Path, how: str) ->
 def _printed(script: str, *arguments: str) -> list[str]:
     """Run a script elsewhere: the import of Megatron-core warns of all that is not installed."""
     needs("megatron.core", "megatron-core==0.16.1")
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return printed("-c", script, *arguments).splitlines()
 
 
 REFUSED = """

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from dcp_nvcomp import ConfigurationError, NvcompWriter, open_checkpoint
 from dcp_nvcomp.integrations import urls
 from dcp_nvcomp.storage.open import MARK, MARKED_PROTOCOLS, without_mark
 from tests.conftest import S3Store
+from tests.integrations.launch import printed
 
 PROGRAM = """
     import sys
@@ -50,14 +49,7 @@ def test_every_protocol_has_its_entry_point() -> None:
 def test_a_program_that_imports_nothing(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
-    done = subprocess.run(
-        [sys.executable, str(program), f"dcpz://{tmp_path}/run"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
+    printed(str(program), f"dcpz://{tmp_path}/run")
     for step in (1, 2):
         path = tmp_path / "run" / f"step-{step}"
         assert list(path.glob("__*.metadata"))

@@ -18,8 +18,6 @@ from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.cli.app import app
 from tests.states import assert_same
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 MESSAGE = "'tuple' object has no attribute 'relative_path'"
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 

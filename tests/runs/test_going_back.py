@@ -58,14 +58,10 @@ def test_a_rule_keeps_what_is_saved_now_and_not_what_was_left_behind(tmp_path: P
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-22", "step-24", "step-30"]
 
 
-def test_a_restore_alone_leaves_nothing_behind(tmp_path: Path) -> None:
-    _save(tmp_path, {10: 1.0, 20: 2.0})
-    _save(tmp_path, {}, back_to=10)
-    assert _newest(tmp_path) == (20, 2.0)
-
-
-def test_one_can_go_forward_again(tmp_path: Path) -> None:
+def test_a_restore_alone_leaves_nothing_behind_and_one_can_go_forward_again(tmp_path: Path) -> None:
     _save(tmp_path, {10: 1.0, 20: 2.0, 30: 3.0})
+    _save(tmp_path, {}, back_to=10)
+    assert _newest(tmp_path) == (30, 3.0)
     _save(tmp_path, {15: 1.5}, back_to=10)
     assert _save(tmp_path, {25: 2.5}, back_to=20) == [10, 15, 20, 25]
     assert _newest(tmp_path) == (25, 2.5)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dcp_nvcomp import CheckpointManager, RunInUseError
 from dcp_nvcomp.runs.lease import Holder, Lease
@@ -89,27 +88,23 @@ def test_a_lease_is_renewed(tmp_path: Path) -> None:
     lease.release()
 
 
-def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
+def _taken_by(path: Path, count: int) -> Lease:
+    """Let several threads take a run at once, of which one gets it."""
+
     def attempt(number: int) -> Lease | None:
         try:
-            return _take(tmp_path, run_id=str(number))
+            return _take(path, run_id=str(number))
         except RunInUseError:
             return None
 
+    with ThreadPoolExecutor(count) as pool:
+        (lease,) = (lease for lease in pool.map(attempt, range(count)) if lease is not None)
+    return lease
+
+
+def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
     for _ in range(40):
-        with ThreadPoolExecutor(8) as pool:
-            leases = [lease for lease in pool.map(attempt, range(8)) if lease is not None]
-        assert len(leases) == 1
-        leases[0].release()
-
-
-def test_a_damaged_lease_runs_out_soon(tmp_path: Path) -> None:
-    (tmp_path / ".run").mkdir()
-    (tmp_path / ".run" / "lease-000001").write_bytes(b"\0" * 100)
-    time.sleep(0.05)
-    state = {"w": torch.zeros(3)}
-    with CheckpointManager(tmp_path, every=1, lease_seconds=0.2) as manager:
-        manager.save(1, state)
+        _taken_by(tmp_path, 8).release()
 
 
 def test_a_manager_that_lost_the_run_leaves_the_lease_alone(tmp_path: Path) -> None:
@@ -177,11 +172,7 @@ def test_one_that_looks_alive_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_no_watching_for_the_same_job_a_lease_given_back_and_take_over(tmp_path: Path) -> None:
-    for values, options in (
-        ({"run_id": "other"}, {}),
-        ({"released": True}, {}),
-        ({}, {"take_over": True}),
-    ):
+    for values, options in (({"run_id": "other"}, {}), ({"released": True}, {}), ({}, {"take_over": True})):
         _lease_file(tmp_path, number=50, age=1e6, lease_seconds=3600, **values)
         _taken_after(tmp_path, 0, 10, **options)
 
@@ -223,19 +214,9 @@ def test_who_gives_it_back_while_it_is_watched_is_followed_at_once(tmp_path: Pat
     giving_back.join()
 
 
-def test_of_two_that_watch_one_gets_it(tmp_path: Path) -> None:
+def test_of_those_that_watch_one_gets_it(tmp_path: Path) -> None:
     _lease_file(tmp_path, age=100)
-
-    def attempt(number: int) -> Lease | None:
-        try:
-            return _take(tmp_path, run_id=str(number))
-        except RunInUseError:
-            return None
-
-    with ThreadPoolExecutor(4) as pool:
-        leases = [lease for lease in pool.map(attempt, range(4)) if lease is not None]
-    assert len(leases) == 1
-    leases[0].release()
+    _taken_by(tmp_path, 4).release()
 
 
 _DEEP = b"[" * 100_000

@@ -29,10 +29,9 @@ from dcp_nvcomp import (
     StepsRemoved,
     StorageError,
     list_run,
-    save,
 )
 from dcp_nvcomp.runs.events import Event
-from tests.checkpoints import assert_loads
+from tests.checkpoints import assert_loads, damage
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -50,13 +49,6 @@ def _run(path: Path, steps: range, **options: Any) -> list[Event]:
 
 def _steps(path: Path) -> list[int | None]:
     return [step.step for step in list_run(path).steps]
-
-
-def _damage(step: Path) -> None:
-    (file,) = step.glob("*.distcp")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 3] ^= 255
-    file.write_bytes(data)
 
 
 def test_it_saves_when_due_keeps_what_the_rule_says_and_tells(tmp_path: Path) -> None:
@@ -101,7 +93,7 @@ def test_restores_the_newest_or_a_given_step(tmp_path: Path) -> None:
 
 def test_a_damaged_step_is_named_and_the_one_before_it_is_taken(tmp_path: Path) -> None:
     _run(tmp_path, range(31), every=10)
-    _damage(tmp_path / "step-30")
+    damage(tmp_path / "step-30")
     state = _state(-1)
     with CheckpointManager(tmp_path) as manager:
         with pytest.warns(RuntimeWarning, match="Step 30 is damaged"):
@@ -114,20 +106,9 @@ def test_a_damaged_step_is_named_and_the_one_before_it_is_taken(tmp_path: Path) 
             manager.restore(state, step=30)
 
 
-def test_a_step_whose_files_are_not_all_there_is_damaged_too(tmp_path: Path) -> None:
-    _run(tmp_path, range(31), every=10, keep=Keep(last=3))
-    next((tmp_path / "step-30").glob("*.distcp")).unlink()
-    with CheckpointManager(tmp_path, every=10, keep=Keep(last=2)) as manager:
-        with pytest.warns(RuntimeWarning, match="Step 30 is damaged"):
-            restored = manager.restore(_state(-1))
-        assert restored is not None and restored.step == 20
-        manager.save(40, _state(40))
-    assert _steps(tmp_path) == [20, 30, 40], "what is damaged pushes nothing out"
-
-
 def test_when_all_are_damaged_it_says_so(tmp_path: Path) -> None:
     _run(tmp_path, range(11), every=10)
-    _damage(tmp_path / "step-10")
+    damage(tmp_path / "step-10")
     with (
         CheckpointManager(tmp_path) as manager,
         pytest.warns(RuntimeWarning, match="Step 10"),
@@ -245,6 +226,9 @@ def test_the_last_step_of_a_removal_and_of_a_restore_are_told(tmp_path: Path) ->
         manager.restore(_state(-1))
     (restored,) = events
     assert isinstance(restored, StepRestored) and "restored step 10" in str(restored)
+    failed = StepFailed(3, ("fast",), "StorageError: full")
+    assert str(failed) == "step 3 could not be saved: StorageError: full, but it is in these tiers: fast"
+    assert str(StepsRemoved((1, 2), "durable")) == "removed from the durable tier: 1, 2"
 
 
 def test_an_event_handler_that_raises_harms_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -374,14 +358,6 @@ def test_steps_on_their_way_stay_in_the_fast_tier(tmp_path: Path, monkeypatch: p
     assert _steps(tmp_path / "run") == [2]
 
 
-def test_checkpoints_of_other_writers_are_part_of_a_run(tmp_path: Path) -> None:
-    save(_state(7), tmp_path / "step-7", no_dist=True)
-    state = _state(-1)
-    with CheckpointManager(tmp_path) as manager:
-        restored = manager.restore(state)
-    assert restored is not None and restored.step == 7 and state["step"] == 7
-
-
 def test_a_template_for_the_names(tmp_path: Path) -> None:
     _run(tmp_path, range(21), every=10, step_template="checkpoint_{step}_x")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".run", "checkpoint_10_x", "checkpoint_20_x"]
@@ -443,9 +419,3 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     _run(tmp_path, range(21), every=10, fast=tmp_path / "fast", fast_every=10)
     names = [thread.name for thread in threading.enumerate()]
     assert threading.active_count() <= before, names
-
-
-def test_events_read_well() -> None:
-    failed = StepFailed(3, ("fast",), "StorageError: full")
-    assert str(failed) == "step 3 could not be saved: StorageError: full, but it is in these tiers: fast"
-    assert str(StepsRemoved((1, 2), "durable")) == "removed from the durable tier: 1, 2"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from dcp_nvcomp import CheckpointManager, StepFailed, StepSaved, StepsRemoved, S
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import PosixOutput
+from tests.checkpoints import damage, flip
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
 from tests.small_disk import SmallDisk, small_disk
@@ -299,10 +301,11 @@ def test_a_durable_copy_that_is_damaged_is_replaced_by_a_peers(
     ranks.run(_on_two_nodes, tmp_path, places, [20], world_size=2)
     disks[1].resize("ro")  # so that its rank would read the durable tier's copies
     for file in (tmp_path / "run" / "step-20").glob("*.distcp"):
-        data = bytearray(file.read_bytes())
-        data[100] ^= 1
-        file.write_bytes(data[: len(data) // 2] if harm == "cut" else data)
-        if harm == "removed":
+        if harm == "flipped":
+            flip(file, 100)
+        elif harm == "cut":
+            os.truncate(file, file.stat().st_size // 2)
+        else:
             file.unlink()
     for found, _ in ranks.run(_on_two_nodes, tmp_path, places, [], world_size=2):
         assert found == 20
@@ -333,9 +336,7 @@ def test_a_peers_copy_that_is_damaged_is_replaced_by_the_durable_one(
     ranks.run(_on_swapped_nodes, tmp_path, swapped=False, world_size=2)
     (file,) = (tmp_path / "node-0").glob("step-20/*.distcp")
     if trouble == "flipped":
-        data = bytearray(file.read_bytes())
-        data[100] ^= 1
-        file.write_bytes(data)
+        flip(file, 100)
     first, second = ranks.run(_on_swapped_nodes, tmp_path, swapped=True, trouble=trouble, world_size=2)
     assert {**first, **second}.get("durable")
 
@@ -362,10 +363,7 @@ def test_a_durable_step_that_a_restore_found_damaged_lets_nothing_go(disk: Small
     with _manager(tmp_path, disk.path, fast_keep=3) as manager:
         for step in (10, 20):
             manager.save(step, _state(step))
-    (file,) = (tmp_path / "run" / "step-20").glob("*.distcp")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    damage(tmp_path / "run" / "step-20")
     shutil.rmtree(disk.path / "step-20")
     _fill(disk)
     with _manager(tmp_path, disk.path, fast_keep=3) as manager:

@@ -118,8 +118,7 @@ IN_EACH_RUN = ("the second group of a manager", "in the background of a save")
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(one, marks=() if one in IN_EACH_RUN else pytest.mark.slow) for one in SILENT],
+    "case", [pytest.param(one, marks=() if one in IN_EACH_RUN else pytest.mark.slow) for one in SILENT]
 )
 def test_a_silent_rank(ranks: RankPool, tmp_path: Path, case: str) -> None:
     took_seconds = [seconds for seconds in ranks.run(_silent_on_one_rank, tmp_path, case, world_size=2) if seconds]

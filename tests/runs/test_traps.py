@@ -32,6 +32,7 @@ from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import damage
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
 
@@ -66,13 +67,6 @@ def _steps(path: Path) -> list[int | None]:
     return [step.step for step in list_run(path / "run").steps]
 
 
-def _damage(folder: Path) -> None:
-    (file,) = folder.glob("*.distcp")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 3] ^= 255
-    file.write_bytes(data)
-
-
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
@@ -82,9 +76,9 @@ def test_a_damaged_step_pushes_no_good_one_out(tmp_path: Path, has_fast: bool) -
     if has_fast:
         options |= {"fast": tmp_path / "fast", "fast_every": 5, "fast_keep": 1}
     _save(tmp_path, 10, 20, **{**options, "keep": None})
-    _damage(tmp_path / "run" / "step-20")
+    damage(tmp_path / "run" / "step-20")
     if has_fast:
-        _damage(tmp_path / "fast" / "step-20")
+        damage(tmp_path / "fast" / "step-20")
     with _manager(tmp_path, **options) as manager:
         assert _restored(manager) == 10
         manager.save(15, _state(15)).saved.result(60)
@@ -100,7 +94,7 @@ def test_a_damaged_step_of_the_fast_tier_is_not_uploaded(tmp_path: Path) -> None
         patch.setattr(stages, "upload_files", _fail)
         with pytest.raises(StorageError):
             _save(tmp_path, 20, **options)
-    _damage(tmp_path / "fast" / "step-20")
+    damage(tmp_path / "fast" / "step-20")
     with _manager(tmp_path, **options, keep=Keep(last=1)) as manager:
         assert _restored(manager) == 10
         manager.wait()
@@ -229,7 +223,7 @@ def test_after_a_failed_restore_states_are_saved_whole(tmp_path: Path) -> None:
     state = {"train": TrainingState(model)}
     with _manager(tmp_path) as manager:
         manager.save(10, state).saved.result(60)
-        _damage(tmp_path / "run" / "step-10")
+        damage(tmp_path / "run" / "step-10")
         with pytest.raises(CheckpointError), pytest.warns(RuntimeWarning, match="damaged"):
             manager.restore(state)
         manager.save(20, state).saved.result(60)

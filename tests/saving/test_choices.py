@@ -18,8 +18,6 @@ from dcp_nvcomp.saving.encode.sources import Workbench
 from dcp_nvcomp.saving.kept import forget_all
 from tests.checkpoints import assert_loads
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 SHAPE = (400, 300)
 
 

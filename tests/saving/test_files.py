@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp import CheckpointReplacedError, NvcompReader, NvcompWriter
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import assert_loads, save, save_stock
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+from tests.saving.test_lifecycle import FailsToFinish
 
 
 def state_of_sizes(seed: int = 0, tensors: int = 12) -> dict[str, Any]:
@@ -30,11 +29,6 @@ def state_of_sizes(seed: int = 0, tensors: int = 12) -> dict[str, Any]:
 
 def data_files(path: Path) -> list[str]:
     return sorted(name for name in os.listdir(path) if name.endswith(".distcp"))
-
-
-def test_one_file_per_rank(tmp_path: Path) -> None:
-    save(tmp_path, state_of_sizes())
-    assert len(data_files(tmp_path)) == 1
 
 
 def test_one_file_per_item(tmp_path: Path) -> None:
@@ -93,13 +87,6 @@ def test_overwriting_a_stock_checkpoint_removes_its_files(tmp_path: Path) -> Non
     assert_loads(tmp_path, state_of_sizes(2))
 
 
-def test_immutable_copy_of_metadata(tmp_path: Path) -> None:
-    writer = save(tmp_path, state_of_sizes())
-    assert writer.last_save is not None
-    copy = tmp_path / f"__{writer.last_save.save_id}.metadata"
-    assert copy.read_bytes() == (tmp_path / ".metadata").read_bytes()
-
-
 def test_stock_reader_shows_keys_and_shapes(tmp_path: Path) -> None:
     save(tmp_path, state_of_sizes())
     metadata = FileSystemReader(tmp_path).read_metadata()
@@ -138,14 +125,6 @@ def test_failed_save_leaves_the_old_checkpoint(tmp_path: Path, fqn: str, options
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]
 
 
-def test_writer_works_after_a_failed_save(tmp_path: Path) -> None:
-    writer = NvcompWriter(tmp_path)
-    with pytest.raises(CheckpointException):
-        dcp.save(state_of_sizes(2), storage_writer=writer, planner=FailsAt("t3"), no_dist=True)
-    dcp.save(state_of_sizes(3), storage_writer=writer, no_dist=True)
-    assert_loads(tmp_path, state_of_sizes(3))
-
-
 def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:
     """A save replaces the checkpoint after this load read `.metadata`: its data files are gone."""
 
@@ -165,16 +144,8 @@ def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:
 
 def test_orphans_are_removed_at_the_next_save(tmp_path: Path) -> None:
     """Between write_data and finish another rank failed: this rank hears nothing, and cleans up at its next save."""
-
-    class FailsToFinish(NvcompWriter):
-        fails = True
-
-        def finish(self, metadata: Any, results: Any) -> None:
-            if self.fails:
-                raise Boom
-            super().finish(metadata, results)
-
     writer = FailsToFinish(tmp_path / "a")
+    writer.fails = True
     with pytest.raises(CheckpointException):
         dcp.save(state_of_sizes(1), storage_writer=writer, no_dist=True)
     assert len(data_files(tmp_path / "a")) == 1
@@ -185,15 +156,3 @@ def test_orphans_are_removed_at_the_next_save(tmp_path: Path) -> None:
     dcp.save(state_of_sizes(3), storage_writer=writer, checkpoint_id=tmp_path / "c", no_dist=True)
     assert_loads(tmp_path / "b", state_of_sizes(2))
     assert_loads(tmp_path / "c", state_of_sizes(3))
-
-
-@pytest.mark.slow
-def test_more_than_two_to_the_31_elements(tmp_path: Path) -> None:
-    count = (1 << 31) + 12_345
-    tensor = torch.zeros(count, dtype=torch.int8)
-    tensor[-5:] = torch.arange(1, 6)
-    tensor[1 << 31] = 77
-    save(tmp_path, {"huge": tensor})
-    into = torch.full((count,), 9, dtype=torch.int8)
-    dcp.load({"huge": into}, storage_reader=NvcompReader(tmp_path), no_dist=True)
-    assert torch.equal(into, tensor)

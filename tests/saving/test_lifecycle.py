@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import pickle
 import random
 import shutil
 import signal
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,20 +23,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
-from dcp_nvcomp.codecs.base import Coder
-from dcp_nvcomp.saving import saves
+from dcp_nvcomp.format.metadata.roots import Root, read_root
+from dcp_nvcomp.loading.job import LoadJob
+from dcp_nvcomp.saving import commit, saves
+from dcp_nvcomp.saving.commit import LastPublished
+from dcp_nvcomp.saving.job import SaveJob
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from tests.checkpoints import assert_loads, save, save_stock
+from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import assert_loads, failure_of, file_names, save, save_stock
+from tests.conformance.sabotage import FailingSavePlanner
 from tests.states import constant_state
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def failure_of(run: Callable[[], Any]) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        run()
-    return caught.value.failures[0][0]
 
 
 class FailsToFinish(NvcompWriter):
@@ -45,11 +43,6 @@ class FailsToFinish(NvcompWriter):
         if self.fails:
             raise RuntimeError("another rank failed")
         super().finish(metadata, results)
-
-
-class FailsToResolve(DefaultSavePlanner):
-    def resolve_data(self, write_item: Any) -> Any:
-        raise RuntimeError("no data")
 
 
 @pytest.mark.ci
@@ -68,7 +61,7 @@ def test_random_sequence_of_saves(tmp_path: Path, seed: int) -> None:
         if how == "pickled":
             writer = pickle.loads(pickle.dumps(writer))
         writer.fails = how == "fails to finish"
-        planner = {"caching": caching, "fails to write": FailsToResolve()}.get(how)
+        planner = {"caching": caching, "fails to write": FailingSavePlanner("resolve_data", survivors=0)}.get(how)
         try:
             dcp.save(content, storage_writer=writer, checkpoint_id=path, planner=planner, no_dist=True)
         except CheckpointException:
@@ -171,26 +164,6 @@ def test_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_loads(tmp_path, constant_state(1))
 
 
-@pytest.mark.parametrize(
-    "value", [{1, 2}, frozenset([1]), bytearray(b"x"), np.float64(1.0), torch.device("cpu"), 1 << 9999]
-)
-def test_planner_data_that_could_not_be_read_again(tmp_path: Path, value: Any) -> None:
-    class Odd(DefaultSavePlanner):
-        def create_global_plan(self, all_plans: Any) -> Any:
-            plans, metadata = super().create_global_plan(all_plans)
-            metadata.planner_data = {**metadata.planner_data, "odd": value}
-            return plans, metadata
-
-    save(tmp_path, constant_state(1))
-    before = sorted(os.listdir(tmp_path))
-    error = failure_of(
-        lambda: dcp.save(constant_state(2), storage_writer=NvcompWriter(tmp_path), planner=Odd(), no_dist=True)
-    )
-    assert isinstance(error, errors.MetadataError) and "planner_data" in str(error)
-    assert sorted(os.listdir(tmp_path)) == before
-    assert_loads(tmp_path, constant_state(1))
-
-
 def test_old_metadata_can_not_have_anything_removed(tmp_path: Path) -> None:
 
     save_stock(tmp_path, constant_state(1))
@@ -261,22 +234,8 @@ def test_expanded_destination_is_refused(tmp_path: Path) -> None:
         dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True)
 
 
-class OwnCoder(Coder):
+class OwnCoder(Zstd):
     name = "own"
-    slice_nbytes = 4096
-
-    def configuration(self) -> dict[str, Any]:
-        return {"slice_nbytes": self.slice_nbytes}
-
-    @classmethod
-    def from_configuration(cls, configuration: dict[str, Any]) -> OwnCoder:
-        return cls()
-
-    def encoder(self) -> Any:
-        return bytes
-
-    def decoder(self) -> Any:
-        raise NotImplementedError
 
 
 class Chooses:
@@ -300,11 +259,6 @@ def test_codec_that_could_not_be_read_again(tmp_path: Path, codec: Any) -> None:
     error = failure_of(lambda: save(tmp_path, {"w": torch.randn(1000)}, codec=codec))
     assert isinstance(error, errors.ConfigurationError) and "codec=" in str(error)
     assert not list(tmp_path.glob("*.distcp"))
-
-
-def test_own_chooser(tmp_path: Path) -> None:
-    writer = save(tmp_path, {"w": torch.randn(1000)}, codec=Chooses(CodecChain(Planes(4), Zstd(level=9))))
-    assert writer.last_save is not None and list(writer.last_save.by_codec) == ["planes-zstd"]
 
 
 @pytest.mark.parametrize("direction", ["save", "load"])
@@ -338,3 +292,120 @@ def test_interrupt_while_waiting_leaves_no_thread(
     assert not [t for t in threading.enumerate() if t.name.startswith("dcp-") and t.is_alive()]
     if direction == "save":
         assert not list((tmp_path / "new").glob("*"))
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_jobs_are_freed_without_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[weakref.ref[Any]] = []
+    for kind in (SaveJob, LoadJob):
+
+        def remembered(job: Any, *arguments: Any, _real: Any = kind.run) -> Any:
+            jobs.append(weakref.ref(job))
+            return _real(job, *arguments)
+
+        monkeypatch.setattr(kind, "run", remembered)
+    state = {"w": torch.randn(1 << 20), "small": torch.randn(3), "object": {"a", "b"}}
+    dcp.save(state, storage_writer=NvcompWriter(tmp_path), no_dist=True)
+    dcp.load(state, storage_reader=NvcompReader(tmp_path), no_dist=True)
+    assert len(jobs) == 2 and [job() for job in jobs] == [None, None]
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the metadata files that a commit parses."""
+    found: list[str] = []
+
+    def reading(filesystem: Filesystem, name: str) -> Root:
+        found.append(name)
+        return read_root(filesystem, name)
+
+    monkeypatch.setattr(commit, "read_root", reading)
+    return found
+
+
+def save_again(writer: NvcompWriter, seed: int) -> None:
+    dcp.save(constant_state(seed), storage_writer=writer, no_dist=True)
+
+
+def assert_alone(path: Path, seed: int) -> None:
+    """Only the files of this save are left, and it loads."""
+    assert_loads(path, constant_state(seed))
+    assert file_names(path) == read_root(open_filesystem(path), ".metadata").names()
+
+
+def test_its_own_checkpoint_is_not_parsed(tmp_path: Path, parsed: list[str]) -> None:
+    writer = NvcompWriter(tmp_path)
+    for seed in range(3):
+        save_again(writer, seed)
+        assert_alone(tmp_path, seed)
+    assert parsed == []
+
+
+def test_what_another_writer_published_is_parsed(tmp_path: Path, parsed: list[str]) -> None:
+    writer = NvcompWriter(tmp_path)
+    save_again(writer, 1)
+    save(tmp_path, constant_state(2))
+    save_again(writer, 3)
+    assert parsed == [".metadata"] * 2  # of the same size, as the saves are alike
+    assert_alone(tmp_path, 3)
+
+
+def test_a_copy_of_a_writer_knows_nothing(tmp_path: Path, parsed: list[str]) -> None:
+    writer = NvcompWriter(tmp_path)
+    save_again(writer, 1)
+    save_again(pickle.loads(pickle.dumps(writer)), 2)
+    assert parsed == [".metadata"]
+    assert_alone(tmp_path, 2)
+
+
+def test_each_of_two_places_is_looked_at(tmp_path: Path, parsed: list[str]) -> None:
+    writer = NvcompWriter(tmp_path / "a")
+    for seed, place in enumerate("abab"):
+        dcp.save(constant_state(seed), checkpoint_id=tmp_path / place, storage_writer=writer, no_dist=True)
+    assert parsed == [".metadata"] * 2
+    assert_alone(tmp_path / "a", 2)
+    assert_alone(tmp_path / "b", 3)
+
+
+def test_changed_bytes_of_the_same_size_are_parsed(tmp_path: Path, parsed: list[str]) -> None:
+    """They can't be, so their files are kept, as always."""
+    writer = NvcompWriter(tmp_path)
+    save_again(writer, 1)
+    kept = {name for name in os.listdir(tmp_path) if name.endswith(".distcp")}
+    data = bytearray((tmp_path / ".metadata").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / ".metadata").write_bytes(data)
+    save_again(writer, 2)
+    assert parsed == [".metadata"]
+    assert kept <= file_names(tmp_path)
+    assert_loads(tmp_path, constant_state(2))
+
+
+def test_a_checkpoint_that_was_removed_is_forgotten(tmp_path: Path, parsed: list[str]) -> None:
+    writer = NvcompWriter(tmp_path)
+    save_again(writer, 1)
+    for name in os.listdir(tmp_path):
+        (tmp_path / name).unlink()
+    save_again(writer, 2)
+    assert parsed == []
+    assert_alone(tmp_path, 2)
+
+
+def test_it_is_known_by_its_bytes_wherever_they_are(tmp_path: Path) -> None:
+    save(tmp_path, constant_state(1))
+    filesystem, last = open_filesystem(tmp_path), LastPublished()
+    data = (tmp_path / ".metadata").read_bytes()
+    assert last.names_if_current(filesystem, len(data)) is None
+    last.note(data, ["a"])
+    assert last.names_if_current(filesystem, len(data)) == {"a"}
+    assert last.names_if_current(filesystem, len(data) - 1) is None
+    last.note(data[:-1] + b"?", ["a"])
+    assert last.names_if_current(filesystem, len(data)) is None

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+from tests.conformance.sabotage import FailingSavePlanner
 
 
 def save(writer: NvcompWriter, value: float, place: Path | None = None, **options: Any) -> None:
@@ -32,29 +31,88 @@ def value_at(place: Path) -> float:
     return state["w"][0].item()
 
 
-class FailsToSetUp(DefaultSavePlanner):
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        raise RuntimeError("no memory")
+def on_another_thread(call: Callable[[], Any]) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(call).result(60)
 
 
-def test_path_after_checkpoint_id(tmp_path: Path) -> None:
+Step = Callable[[NvcompWriter, Path], NvcompWriter | None]
+
+
+def saves(value: float, place: str | None = None, *, how: str = "here") -> Step:
+    def step(writer: NvcompWriter, at: Path) -> None:
+        where = at / place if place else None
+        if how == "another thread":
+            on_another_thread(lambda: save(writer, value, where))
+        elif how == "async_save":
+            state = {"w": torch.full((8,), float(value))}
+            dcp.async_save(state, storage_writer=writer, checkpoint_id=where, no_dist=True).result(60)
+        elif how == "never began":
+            with pytest.raises(CheckpointException, match="set_up_planner"):
+                save(writer, value, where, planner=FailingSavePlanner("set_up_planner"))
+        else:
+            save(writer, value, where)
+            assert writer.last_save is not None and where in (None, Path(writer.last_save.checkpoint_id))
+
+    return step
+
+
+def moves(place: str) -> Step:
+    def step(writer: NvcompWriter, at: Path) -> None:
+        writer.path = at / place  # a Path too
+        assert writer.path == writer.checkpoint_id == str(at / place)
+
+    return step
+
+
+def resets(place: str) -> Step:
+    def step(writer: NvcompWriter, at: Path) -> None:
+        writer.reset(at / place)
+        assert writer.path == writer.checkpoint_id == str(at / place)
+
+    return step
+
+
+def is_pickled(writer: NvcompWriter, at: Path) -> NvcompWriter:
+    sent: NvcompWriter = pickle.loads(pickle.dumps(writer))
+    return sent
+
+
+# What is done with a writer, and what is then where.
+STEPS: dict[str, tuple[list[Step], dict[str, float]]] = {
+    "path after checkpoint_id": ([saves(1, "a"), moves("b"), saves(2)], {"a": 1, "b": 2}),
+    "path after reset": ([resets("a"), moves("b"), saves(1)], {"b": 1}),
+    "the last place holds, as with the stock writer": (
+        [saves(1, "a"), saves(2), moves("b"), saves(3, "c")],
+        {"a": 2, "c": 3},
+    ),
+    "path after a save that never began": (
+        [saves(1, how="never began"), saves(1, "a", how="never began"), moves("b"), saves(2)],
+        {"b": 2},
+    ),
+    "a checkpoint_id of a background thread does not move the next save": (
+        [moves("b"), saves(1, "a", how="async_save"), saves(2)],
+        {"a": 1, "b": 2},
+    ),
+    "a place given on the own thread is the latest word": (
+        [moves("b"), saves(1, "c"), saves(2, "d", how="another thread"), saves(3)],
+        {"c": 3, "d": 2},
+    ),
+    "path travels with a pickle": ([saves(1, "a"), moves("b"), is_pickled, saves(2)], {"a": 1, "b": 2}),
+    "an explicit path stays explicit in a pickle": (
+        [moves("b"), is_pickled, saves(1, "a", how="another thread"), saves(2)],
+        {"a": 1, "b": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_where_saves_go(tmp_path: Path, name: str) -> None:
+    steps, expected = STEPS[name]
     writer = NvcompWriter(tmp_path / "unused")
-    save(writer, 1, tmp_path / "a")
-    writer.path = str(tmp_path / "b")
-    assert writer.checkpoint_id == str(tmp_path / "b")
-    save(writer, 2)
-    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
-    assert writer.last_save is not None and writer.last_save.checkpoint_id == str(tmp_path / "b")
-
-
-def test_path_after_reset(tmp_path: Path) -> None:
-    writer = NvcompWriter(tmp_path / "unused")
-    writer.reset(tmp_path / "a")
-    assert writer.path == writer.checkpoint_id == str(tmp_path / "a")
-    writer.path = tmp_path / "b"  # a Path too
-    assert writer.path == writer.checkpoint_id == str(tmp_path / "b")
-    save(writer, 1)
-    assert value_at(tmp_path / "b") == 1 and not (tmp_path / "a").exists()
+    for step in steps:
+        writer = step(writer, tmp_path) or writer
+    assert {path.name: value_at(path) for path in tmp_path.iterdir()} == expected
 
 
 def test_path_after_storage_meta(tmp_path: Path) -> None:
@@ -81,27 +139,12 @@ def test_storage_meta_during_a_save(tmp_path: Path) -> None:
 
 
 def test_an_id_of_its_own_after_a_failed_save(tmp_path: Path) -> None:
-    class Fails(DefaultSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            raise RuntimeError("no memory")
-
     writer = NvcompWriter(tmp_path)
-    with pytest.raises(CheckpointException, match="no memory"):
-        save(writer, 1, planner=Fails())
+    with pytest.raises(CheckpointException, match="resolve_data"):
+        save(writer, 1, planner=FailingSavePlanner("resolve_data", survivors=0))
     failed = writer.save_id
     save(writer, 2)
     assert NvcompReader(tmp_path).read_metadata().storage_meta.save_id == writer.save_id != failed
-
-
-def test_the_last_place_holds_without_checkpoint_id(tmp_path: Path) -> None:
-    """As with the stock writer."""
-    writer = NvcompWriter(tmp_path / "unused")
-    save(writer, 1, tmp_path / "a")
-    save(writer, 2)
-    assert value_at(tmp_path / "a") == 2
-    writer.path = str(tmp_path / "b")
-    save(writer, 3, tmp_path / "c")
-    assert value_at(tmp_path / "c") == 3 and not (tmp_path / "b").exists()
 
 
 def test_path_set_on_another_thread(tmp_path: Path) -> None:
@@ -124,31 +167,6 @@ def test_path_set_on_another_thread(tmp_path: Path) -> None:
     assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
 
 
-def test_path_after_a_save_that_never_began(tmp_path: Path) -> None:
-    writer = NvcompWriter(tmp_path / "unused")
-    for place in (None, tmp_path / "a"):
-        with pytest.raises(CheckpointException, match="no memory"):
-            save(writer, 1, place, planner=FailsToSetUp())
-    writer.path = str(tmp_path / "b")
-    save(writer, 2)
-    assert value_at(tmp_path / "b") == 2 and not (tmp_path / "a").exists()
-
-
-def test_asynchronous_saves_leave_the_path_alone(tmp_path: Path) -> None:
-    """A `checkpoint_id` that a background thread begins with must not move what this thread saves next."""
-    writer = NvcompWriter(tmp_path / "unused")
-    writer.path = str(tmp_path / "b")
-    upload = dcp.async_save({"w": torch.ones(8)}, storage_writer=writer, checkpoint_id=tmp_path / "a", no_dist=True)
-    upload.result(60)
-    save(writer, 2)
-    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
-
-
-def on_another_thread(call: Callable[[], Any]) -> None:
-    with ThreadPoolExecutor(1) as executor:
-        executor.submit(call).result(60)
-
-
 def test_a_place_given_in_the_background_holds_as_with_stock(tmp_path: Path) -> None:
     """As long as the path was never set explicitly."""
     state = {"w": torch.ones(8)}
@@ -159,25 +177,6 @@ def test_a_place_given_in_the_background_holds_as_with_stock(tmp_path: Path) -> 
         dcp.async_save(state, storage_writer=writer, no_dist=True).result(60)
         assert (place / ".metadata").exists()
     assert not (tmp_path / "ours").exists()
-
-
-def test_a_place_given_on_the_own_thread_is_the_latest_word(tmp_path: Path) -> None:
-    """Also after the path was set explicitly; and saves in the background still don't move it then."""
-    writer = NvcompWriter(tmp_path / "unused")
-    writer.path = str(tmp_path / "b")
-    save(writer, 1, tmp_path / "c")
-    on_another_thread(lambda: save(writer, 2, tmp_path / "d"))
-    assert writer.path == str(tmp_path / "c")
-    save(writer, 3)
-    assert (value_at(tmp_path / "c"), value_at(tmp_path / "d")) == (3, 2) and not (tmp_path / "b").exists()
-
-
-def test_an_explicit_path_travels_with_a_pickle(tmp_path: Path) -> None:
-    writer = NvcompWriter(tmp_path / "unused")
-    writer.path = str(tmp_path / "b")
-    sent = pickle.loads(pickle.dumps(writer))
-    on_another_thread(lambda: save(sent, 1, tmp_path / "a"))
-    assert sent.path == str(tmp_path / "b")
 
 
 @pytest.mark.parametrize("is_explicit", [False, True])
@@ -236,16 +235,6 @@ def test_cached_plans_do_not_bring_the_old_place_back(tmp_path: Path) -> None:
         writer.path = str(tmp_path / name)
         save(writer, value, planner=planner)
     assert [value_at(tmp_path / name) for name in "abcd"] == [1, 2, 3, 4]
-
-
-def test_path_travels_with_a_pickle(tmp_path: Path) -> None:
-    writer = NvcompWriter(tmp_path / "unused")
-    save(writer, 1, tmp_path / "a")
-    writer.path = str(tmp_path / "b")
-    sent = pickle.loads(pickle.dumps(writer))
-    assert sent.path == sent.checkpoint_id == str(tmp_path / "b")
-    save(sent, 2)
-    assert (value_at(tmp_path / "a"), value_at(tmp_path / "b")) == (1, 2)
 
 
 def test_a_copy_has_its_own_path(tmp_path: Path) -> None:

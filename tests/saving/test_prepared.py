@@ -18,8 +18,7 @@ from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.rank_save import RankResults
 from dcp_nvcomp.saving.saves import PreparedWrite
 from tests.checkpoints import assert_loads
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+from tests.saving.test_lifecycle import FailsToFinish
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -65,16 +64,14 @@ def test_a_plain_save_while_a_prepared_one_is_under_way(tmp_path: Path) -> None:
 
 
 def test_what_a_failed_plain_save_left_goes_when_the_next_is_prepared(tmp_path: Path) -> None:
-    class FailsToFinish(NvcompWriter):
-        def finish(self, metadata: Any, results: Any) -> None:
-            raise ValueError
-
     writer = FailsToFinish(tmp_path)
+    writer.fails = True
     with pytest.raises(CheckpointException):
         dcp.save(state_of(0), storage_writer=writer, checkpoint_id=tmp_path / "0", no_dist=True)
     assert list((tmp_path / "0").glob("*.distcp"))
     part, results, metadata = prepared(writer, tmp_path / "1", state_of(1))
     assert not list((tmp_path / "0").glob("*.distcp"))
+    writer.fails = False
     writer.finish_prepared(part, metadata, [results])
     assert_loads(tmp_path / "1", state_of(1))
 

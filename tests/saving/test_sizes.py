@@ -18,7 +18,6 @@ from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import save
 from tests.format.footers import footers_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 REAL_STATE = Path(__file__).parent.parent / "data" / "gpt_block.safetensors"
 
 

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.errors import ConfigurationError
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+from tests.checkpoints import assert_loads
 
 
 def defaults(stock: type) -> dict[str, Any]:
@@ -83,6 +82,4 @@ def test_the_advice_for_cached_staging(tmp_path: Path) -> None:
         )
         state["w"].zero_()
         upload.result(60)
-        into = {"w": torch.zeros(1000)}
-        dcp.load(into, storage_reader=NvcompReader(tmp_path / str(seed)), no_dist=True)
-        assert torch.equal(into["w"], torch.full((1000,), seed))
+        assert_loads(tmp_path / str(seed), {"w": torch.full((1000,), seed)})

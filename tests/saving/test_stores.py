@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +9,32 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 from dcp_nvcomp import CheckpointExistsError, CheckpointNotFoundError, NvcompReader, NvcompWriter
+from dcp_nvcomp.errors import IncompleteCheckpointError
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_holds, assert_loads, save
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
+from tests.saving.test_files import FailsAt
 
 Store = tuple[str, dict[str, Any]]
 
 
-@pytest.fixture(params=["local", "memory", "moto", "real"])
+STORES = [
+    "local",
+    "memory",
+    "s3_store",
+    "real_s3_store",
+    pytest.param("azure_store", marks=pytest.mark.azure),
+    pytest.param("gcs_store", marks=pytest.mark.gcs),
+]
+
+
+@pytest.fixture(params=STORES)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "local":
-        return str(tmp_path / "run"), {}
-    if request.param == "memory":
-        return f"memory://{tmp_path.name}/run", {}
-    found: Store = request.getfixturevalue("s3_store" if request.param == "moto" else "real_s3_store")
+    if request.param in ("local", "memory"):
+        return (str(tmp_path / "run") if request.param == "local" else f"memory://{tmp_path.name}/run"), {}
+    found: Store = request.getfixturevalue(request.param)
     return found
 
 
@@ -93,6 +99,7 @@ def test_overwrite_false(store: Store) -> None:
     check_loads(store, 1)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_some_keys(store: Store) -> None:
     url, storage = store
     save(url, nested_state(1), **storage)
@@ -101,27 +108,41 @@ def test_some_keys(store: Store) -> None:
     assert torch.equal(loaded["small"]["n3"], nested_state(1)["small"]["n3"])
 
 
-def test_nothing_there(store: Store) -> None:
+def test_nothing_there_and_nothing_finished(store: Store) -> None:
     url, storage = store
-    with pytest.raises(CheckpointNotFoundError):
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        NvcompReader(url, **storage).read_metadata()
+    assert url in str(caught.value) and not isinstance(caught.value, IncompleteCheckpointError)
+    save(url, nested_state(1), **storage)
+    open_filesystem(url, storage_options=storage).remove([".metadata"])
+    with pytest.raises(IncompleteCheckpointError):
         NvcompReader(url, **storage).read_metadata()
 
 
-class FailsLate(dcp.DefaultSavePlanner):
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.index.fqn == "object.seed":
-            raise RuntimeError("late")
-        return super().resolve_data(write_item)
+def test_async_save(store: Store) -> None:
+    url, storage = store
+    state = nested_state(1)
+    upload = dcp.async_save(state, storage_writer=NvcompWriter(url, **storage), no_dist=True)
+    state["large"].zero_()
+    upload.result(timeout=180)
+    check_loads(store, 1)
 
 
 def test_a_failed_save_leaves_nothing(store: Store) -> None:
     url, storage = store
-    save(url, nested_state(1), **storage)
-    before = names(store)
-    with pytest.raises(CheckpointException):
-        dcp.save(nested_state(2), storage_writer=NvcompWriter(url, **storage), planner=FailsLate(), no_dist=True)
-    assert names(store) == before
-    check_loads(store, 1)
+    before: list[str] = []
+    for _ in range(2):  # where nothing was, and over an earlier one
+        with pytest.raises(CheckpointException):
+            dcp.save(
+                nested_state(2),
+                storage_writer=NvcompWriter(url, **storage),
+                planner=FailsAt("object.seed"),
+                no_dist=True,
+            )
+        assert names(store) == before
+        save(url, nested_state(1), **storage)
+        before = names(store)
+        check_loads(store, 1)
 
 
 @pytest.mark.ci
@@ -151,7 +172,7 @@ def test_a_failed_save_leaves_no_multipart_upload(any_s3_store: Store) -> None:
     url, storage = any_s3_store
     content = {"w": torch.randint(-(2**31), 2**31 - 1, (24 << 20,), dtype=torch.int32), "object": {"seed": 1}}
     with pytest.raises(CheckpointException):
-        dcp.save(content, storage_writer=NvcompWriter(url, **storage), planner=FailsLate(), no_dist=True)
+        dcp.save(content, storage_writer=NvcompWriter(url, **storage), planner=FailsAt("object.seed"), no_dist=True)
     fs = s3fs.S3FileSystem(**storage, use_listings_cache=False)
     assert fs.list_multipart_uploads(url.removeprefix("s3://").partition("/")[0]) == []
     assert names(any_s3_store) == []

@@ -146,10 +146,12 @@ def test_options(tmp_path: Path) -> None:
     for limit in (0, -1, 1.5, True, None):
         with pytest.raises(ConfigurationError, match="metadata_limit_nbytes="):
             NvcompReader(tmp_path, metadata_limit_nbytes=limit)  # type: ignore[arg-type]
+    message = rf"^It has {nbytes} bytes, and at most {nbytes - 1} are .* larger metadata_limit_nbytes="
     for call in (load, open_checkpoint):
-        with pytest.raises(CheckpointError, match=rf"at most {nbytes - 1} are read"):
+        with pytest.raises(MetadataError, match=message) as caught:
             _call(call, tmp_path, nbytes - 1)
-        _call(call, tmp_path, 1 << 30)
+        assert caught.value.path == str(tmp_path / ".metadata")
+        _call(call, tmp_path, nbytes)
 
 
 def _call(call: object, path: Path, limit_nbytes: int) -> None:

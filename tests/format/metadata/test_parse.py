@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_nvcomp import open_checkpoint
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.format.metadata.shards import StockItem
@@ -41,12 +43,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch
 
 def parse(data: bytes, **options: Any) -> Metadata:
     return parse_metadata(data, path="run/.metadata", **options)
-
-
-def refused(attributes: dict[str, bytes], match: str) -> None:
-    with pytest.raises(MetadataError, match=match) as caught:
-        parse(asm.metadata(**attributes))
-    assert caught.value.path == "run/.metadata"
 
 
 # ---- what is read
@@ -73,27 +69,15 @@ def small_metadata() -> Metadata:
 
 
 def test_read_what_was_written() -> None:
-    metadata = parse(serialize_metadata(small_metadata()))
-    assert metadata == small_metadata()
-    size = metadata.state_dict_metadata["model.w"].size
-    assert type(size) is torch.Size and type(metadata.storage_data) is dict
-
-
-def test_index_hint_survives() -> None:
-    # it takes no part in the comparison
-    assert [index.index for index in parse(serialize_metadata(small_metadata())).storage_data] == [0, 1, None]
-
-
-def test_file_is_shared_by_identity() -> None:
-    files = [file for file, _ in parse(serialize_metadata(small_metadata())).storage_data.values()]
-    assert files[0] is files[1] is files[2]
-
-
-def test_objects_that_the_file_shares_stay_shared() -> None:
     metadata = small_metadata()
     metadata.state_dict_metadata["tied"] = metadata.state_dict_metadata["model.w"]
-    parsed = parse(serialize_metadata(metadata)).state_dict_metadata
-    assert parsed["tied"] is parsed["model.w"]
+    parsed = parse(serialize_metadata(metadata))
+    items = parsed.state_dict_metadata
+    assert parsed == metadata and items["tied"] is items["model.w"]
+    assert type(items["model.w"].size) is torch.Size and type(parsed.storage_data) is dict
+    assert [index.index for index in parsed.storage_data] == [0, 1, None], "which takes no part in the comparison"
+    first, *others = (file for file, _ in parsed.storage_data.values())
+    assert all(file is first for file in others)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -224,29 +208,20 @@ def test_checkpoint_id_is_a_path(module: str, name: str) -> None:
     assert os.fspath(meta.checkpoint_id or "").replace("\\", "/") == "a/b"
 
 
-def test_memory_formats() -> None:
-    found = []
-    for number in range(3):
-        encoded = asm.call(asm.named(asm.METADATA, "_MEM_FORMAT_ENCODING"), asm.number(number))
-        written = asm.properties().replace(
-            asm.call(asm.named(asm.METADATA, "_MEM_FORMAT_ENCODING"), asm.number(0)), encoded
-        )
-        parsed = parse(asm.metadata(state_dict_metadata=asm.mapping(asm.text("w"), asm.tensor(properties=written))))
-        found.append(parsed.state_dict_metadata["w"].properties.memory_format)
-    assert found == [torch.contiguous_format, torch.channels_last, torch.preserve_format]
-
-
+@pytest.mark.parametrize("is_named", [False, True], ids=["number", "as early Python 3.11 has it"])
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("number", "name", "expected"),
     [
-        ("TORCH_CONTIGUOUS_FORMAT", torch.contiguous_format),
-        ("TORCH_CHANNELS_LAST", torch.channels_last),
-        ("TORCH_PRESERVE_FORMAT", torch.preserve_format),
+        (0, "TORCH_CONTIGUOUS_FORMAT", torch.contiguous_format),
+        (1, "TORCH_CHANNELS_LAST", torch.channels_last),
+        (2, "TORCH_PRESERVE_FORMAT", torch.preserve_format),
     ],
 )
-def test_memory_formats_as_early_python_3_11_has_them(name: str, expected: torch.memory_format) -> None:
+def test_memory_formats(number: int, name: str, expected: torch.memory_format, is_named: bool) -> None:
     kind = asm.named(asm.METADATA, "_MEM_FORMAT_ENCODING")
-    encoded = asm.call(asm.named("builtins", "getattr"), kind, asm.text(name))
+    encoded = asm.call(kind, asm.number(number))
+    if is_named:
+        encoded = asm.call(asm.named("builtins", "getattr"), kind, asm.text(name))
     written = asm.properties().replace(asm.call(kind, asm.number(0)), encoded)
     assert encoded in written
     parsed = parse(asm.metadata(state_dict_metadata=asm.mapping(asm.text("w"), asm.tensor(properties=written))))
@@ -293,20 +268,15 @@ def test_not_metadata_at_all(data: bytes) -> None:
         parse(data)
 
 
-def test_protocol_of_the_future() -> None:
+def test_framing_that_is_wrong() -> None:
+    data = asm.metadata()
     for protocol in (0, 1, 6, 255):
         with pytest.raises(MetadataError, match=f"protocol {protocol};"):
-            parse(b"\x80" + bytes([protocol]) + asm.metadata()[2:])
-
-
-def test_frame_longer_than_the_input() -> None:
-    for length in (len(asm.metadata()) - 1, 1 << 63):
+            parse(b"\x80" + bytes([protocol]) + data[2:])
+    for length in (len(data) - 1, 1 << 63):
         with pytest.raises(MetadataError, match="last frame"):
-            parse(b"\x80\x04\x95" + length.to_bytes(8, "little") + asm.metadata()[2:])
-    assert parse(b"\x80\x04\x95" + (len(asm.metadata()) - 2).to_bytes(8, "little") + asm.metadata()[2:])
-
-
-def test_more_after_the_end() -> None:
+            parse(b"\x80\x04\x95" + length.to_bytes(8, "little") + data[2:])
+    assert parse(b"\x80\x04\x95" + (len(data) - 2).to_bytes(8, "little") + data[2:])
     with pytest.raises(MetadataError, match="one value"):
         parse(pickle.dumps(small_metadata(), 4) + b"x")
 
@@ -460,7 +430,9 @@ def test_wrong_location(location: bytes, match: str) -> None:
     ],
 )
 def test_wrong_part(attributes: dict[str, bytes], match: str) -> None:
-    refused(attributes, match)
+    with pytest.raises(MetadataError, match=match) as caught:
+        parse(asm.metadata(**attributes))
+    assert caught.value.path == "run/.metadata"
 
 
 # ---- what the user trusts
@@ -571,3 +543,17 @@ def test_wrong_trusted_globals(names: Any) -> None:
     match = "takes a sequence" if isinstance(names, str) or names == [1] else "can't be imported"
     with pytest.raises(ConfigurationError, match=match):
         parse(asm.metadata(), trusted_globals=names)
+
+
+def test_plans_beside_the_metadata(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"w": torch.arange(6.0), "n": [3, "x"]}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    plan = dcp.FileSystemWriter(tmp_path).prepare_global_plan([planner.create_local_plan()])
+    file = tmp_path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.all_local_plans = plan
+    file.write_bytes(pickle.dumps(metadata))
+    assert b"SavePlan" in file.read_bytes() and b"_StoragePrefix" in file.read_bytes()
+    assert open_checkpoint(tmp_path)["w"][:].tolist() == list(range(6))

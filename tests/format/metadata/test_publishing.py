@@ -146,6 +146,11 @@ REFUSED: dict[str, Change] = {
     "items: none": lambda m: setattr(m, "state_dict_metadata", None),
     "planner_data: an object": lambda m: m.planner_data.update(step=object()),
     "planner_data: a set": lambda m: m.planner_data.update(step={1}),
+    "planner_data: a frozenset": lambda m: m.planner_data.update(step=frozenset([1])),
+    "planner_data: a bytearray": lambda m: m.planner_data.update(step=bytearray(b"x")),
+    "planner_data: of numpy": lambda m: m.planner_data.update(step=np.float64(1.0)),
+    "planner_data: a device": lambda m: m.planner_data.update(step=torch.device("cpu")),
+    "planner_data: a long number": lambda m: m.planner_data.update(step=1 << 9999),
     "planner_data: a function": lambda m: m.planner_data.update(step=lambda: None),
 }
 

@@ -18,10 +18,7 @@ def main() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     install(writer={"codec": "auto"})
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        state_dict_type="SHARDED_STATE_DICT",
-        auto_wrap_policy="size_based_wrap",
-        min_num_params=1000,
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="size_based_wrap", min_num_params=1000
     )
     project = ProjectConfiguration(str(job.directory), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(fsdp_plugin=plugin, project_config=project)

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 warnings.filterwarnings("ignore")
 
@@ -83,6 +85,28 @@ def net() -> nn.Sequential:
 def batch(step: int, rank: int) -> torch.Tensor:
     """Return the data of a step."""
     return torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+class Sharded:
+    """A model that is sharded by FSDP2, its optimizer, and their state as DCP's functions give it."""
+
+    def __init__(self, job: Job) -> None:
+        self.rank, self.model = job.rank, net()
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def state(self) -> dict[str, Any]:
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def load(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def train(self, step: int) -> None:
+        data = batch(step, self.rank)
+        (self.model(data) - data).pow(2).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def nvrx_queue(**options: Any) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
@@ -12,32 +9,19 @@ from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 
 from dcp_nvcomp import NvcompReader
 from dcp_nvcomp.integrations.async_writer import NvcompAsyncWriter
-from tests.integrations.jobs.common import Job, batch, net, nvrx_queue, stand_in_for_cuda
+from tests.integrations.jobs.common import Job, Sharded, nvrx_queue, stand_in_for_cuda
 
 
 def main() -> None:
     job = Job()
     stand_in_for_cuda()
     dist.init_process_group("gloo")
-    model = net()
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    training = Sharded(job)
+    state, train = training.state, training.train
     queue = nvrx_queue(persistent="persistent" in job.options)
-
-    def state() -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments}
-
-    def train(step: int) -> None:
-        data = batch(step, job.rank)
-        (model(data) - data).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     def save(step: int) -> None:
         writer = NvcompAsyncWriter(job.directory / f"step-{step}")
@@ -51,7 +35,7 @@ def main() -> None:
         train(0)  # so that there is state to load into
         loaded = state()
         dcp.load(loaded, storage_reader=NvcompReader(job.directory / "step-2"))
-        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        training.load(loaded)
         job.note("loaded", 2, state())
     for step in range(3 if job.resumes else 1, 5):
         train(step)

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 from torchtune.training.checkpointing import DistributedCheckpointer
 
 from dcp_nvcomp.integrations import install
-from tests.integrations.jobs.common import Job, batch, net
+from tests.integrations.jobs.common import Job, Sharded
 
 
 def main() -> None:
     job = Job()
     dist.init_process_group("gloo")
     install(writer={"codec": "auto"})
-    model = net()
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    training = Sharded(job)
+    state, train = training.state, training.train
     saving = dist.new_group(backend="gloo")
     checkpointer = DistributedCheckpointer(str(job.directory), str(job.directory), process_group=saving)
-
-    def state() -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments}
-
-    def train(step: int) -> None:
-        data = batch(step, job.rank)
-        (model(data) - data).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
     if job.resumes:
         train(0)  # so that there is state to load into
         loaded = checkpointer.load_checkpoint(state())
-        set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        training.load(loaded)
         job.note("loaded", 2, state())
     for step in range(3 if job.resumes else 1, 5):
         train(step)

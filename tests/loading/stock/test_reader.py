@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldTensorProperties
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from dcp_nvcomp import CorruptDataError, NvcompReader
 from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from tests.checkpoints import assert_loads, data_file, flip, load, save, save_stock
-from tests.loading.stock.make_golden import GOLDEN, KINDS, VERSIONS, golden_state
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", VERSIONS)
-def test_golden_checkpoint(version: str, kind: str) -> None:
-    assert_loads(GOLDEN / f"{version}-{kind}", golden_state())
+from tests.loading.stock.make_golden import golden_state
 
 
 @pytest.mark.parametrize("writer", [FileSystemWriter, FsspecWriter])
-@pytest.mark.parametrize("extensions", [None, [ZStandard()]])
-@pytest.mark.parametrize("thread_count", [1, 3])
-def test_fresh_checkpoint(tmp_path: Path, writer: Any, extensions: Any, thread_count: int) -> None:
-    stock = writer(str(tmp_path), thread_count=thread_count, _extensions=extensions)
-    dcp.save(golden_state(), storage_writer=stock, no_dist=True)
+@pytest.mark.parametrize("extensions", [None, [ZStandard()], [ZStandard(), ZStandard()]])
+@pytest.mark.parametrize(("thread_count", "single_file"), [(1, True), (3, True), (1, False)])
+def test_fresh_checkpoint(tmp_path: Path, writer: Any, extensions: Any, thread_count: int, single_file: bool) -> None:
+    options = {"thread_count": thread_count, "single_file_per_rank": single_file, "_extensions": extensions}
+    dcp.save(golden_state(), storage_writer=writer(str(tmp_path), **options), no_dist=True)
     assert_loads(tmp_path, golden_state())
 
 
@@ -78,3 +74,50 @@ def test_an_object_that_compresses_well(tmp_path: Path) -> None:
         dcp.load(into, storage_reader=NvcompReader(tmp_path, safe_objects=True), no_dist=True)
     for full in (False, True):
         assert verify_checkpoint(tmp_path, full=full).findings == ()
+
+
+def state() -> dict[str, Any]:
+    return {"weight": torch.arange(24.0).reshape(4, 6), "step": torch.tensor(7), "name": "old"}
+
+
+def tensors(metadata: Metadata) -> list[Any]:
+    return [item for item in metadata.state_dict_metadata.values() if isinstance(item, TensorStorageMetadata)]
+
+
+def old_properties(metadata: Metadata) -> None:
+    """Before DCP had TensorProperties of its own."""
+    for item in tensors(metadata):
+        item.properties = OldTensorProperties(item.properties.dtype, pin_memory=True)
+
+
+def tuples(metadata: Metadata) -> None:
+    for item in tensors(metadata):
+        item.size, item.chunks = tuple(item.size), tuple(item.chunks)
+        for shard in item.chunks:
+            shard.offsets, shard.sizes = tuple(shard.offsets), list(shard.sizes)
+    for index in metadata.storage_data:
+        if index.offset is not None:
+            object.__setattr__(index, "offset", tuple(index.offset))
+
+
+def without_what_came_later(metadata: Metadata) -> None:
+    old_properties(metadata)
+    del metadata.storage_meta, metadata.version
+
+
+@pytest.mark.parametrize("change", [old_properties, tuples, without_what_came_later])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_loads(tmp_path: Path, change: Callable[[Metadata], None], protocol: int) -> None:
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    change(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+    read = NvcompReader(tmp_path).read_metadata()
+    for item in tensors(read):
+        assert type(item.properties) is TensorProperties and type(item.size) is torch.Size
+        assert item.properties.pin_memory == (change is not tuples)
+        assert type(item.chunks) is list and all(type(shard.offsets) is torch.Size for shard in item.chunks)
+    into = {"weight": torch.zeros(4, 6), "step": torch.tensor(0), "name": ""}
+    dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True)
+    assert torch.equal(into["weight"], state()["weight"]) and int(into["step"]) == 7 and into["name"] == "old"
+    assert verify_checkpoint(tmp_path, full=True).findings == ()

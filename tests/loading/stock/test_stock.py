@@ -13,12 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import zstandard
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint._extension import ZStandard
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_nvcomp.errors import (
     CheckpointError,
@@ -33,9 +29,9 @@ from dcp_nvcomp.format.metadata.shards import StockItem
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.items import read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import assert_loads
 from tests.effort import sampled
 from tests.faults import forked
-from tests.states import assert_same
 
 from .make_golden import GOLDEN, KINDS, VERSIONS, golden_state
 
@@ -44,34 +40,11 @@ def metadata_of(path: Path) -> Metadata:
     return parse_metadata((path / METADATA_NAME).read_bytes(), path=str(path / METADATA_NAME))
 
 
-def load_all(path: Path) -> dict[str, Any]:
-    """Every item of a checkpoint of whole tensors, by its key."""
-    metadata, filesystem = metadata_of(path), open_filesystem(path)
-    state: dict[str, Any] = {}
-    for fqn, item in metadata.state_dict_metadata.items():
-        if isinstance(item, BytesStorageMetadata):
-            data = read_stock_bytes(filesystem, metadata.storage_data[MetadataIndex(fqn)])
-            state[fqn] = torch.load(data, weights_only=True)
-            continue
-        (shard,) = item.chunks
-        where = metadata.storage_data[MetadataIndex(fqn, shard.offsets)]
-        state[fqn] = read_stock_tensor(filesystem, where, sizes=shard.sizes)
-    return state
-
-
-def flat_golden_state() -> dict[str, Any]:
-    state = golden_state()
-    model = state["model"]
-    flat = {f"model.{name}": model[name] for name in ("weight", "bias", "steps", "empty")}
-    flat |= {f"model.layers.{position}": layer for position, layer in enumerate(model["layers"])}
-    return flat | {"schedule.last_lr": [0.1, 0.2], "schedule.epoch": 3, "name": "golden"}
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_golden(version: str, kind: str) -> None:
     path = GOLDEN / f"{version}-{kind}"
-    assert_same(load_all(path), flat_golden_state())
+    assert_loads(path, golden_state())
     metadata = metadata_of(path)
     assert metadata.version == "1.0.0" or version in ("2.9", "2.10", "2.11")
     assert metadata.planner_data["model.layers.1"] == ("model", "layers", 1)
@@ -96,16 +69,6 @@ def test_golden_tensor_properties(version: str, fields: int) -> None:
     assert {len(state) for state in states} == {fields}
 
 
-@pytest.mark.parametrize("writer", [FileSystemWriter, FsspecWriter])
-@pytest.mark.parametrize("single_file", [True, False])
-@pytest.mark.parametrize("extensions", [None, [ZStandard()], [ZStandard(), ZStandard()]])
-def test_what_the_installed_torch_writes(tmp_path: Path, writer: Any, single_file: bool, extensions: Any) -> None:
-    target = str(tmp_path / "checkpoint")
-    options = {"single_file_per_rank": single_file, "_extensions": extensions}
-    dcp.save(golden_state(), storage_writer=writer(target, **options), no_dist=True)
-    assert_same(load_all(tmp_path / "checkpoint"), flat_golden_state())
-
-
 def test_crc_switched_off(tmp_path: Path) -> None:
     code = (
         "import sys, torch, warnings, torch.distributed.checkpoint as dcp\n"
@@ -115,7 +78,7 @@ def test_crc_switched_off(tmp_path: Path) -> None:
     )
     done = forked.execute(code, str(tmp_path / "c"))
     assert done.returncode == 0, done.stderr
-    assert_same(load_all(tmp_path / "c"), flat_golden_state())
+    assert_loads(tmp_path / "c", golden_state())
 
 
 # ---- bad input

@@ -41,17 +41,11 @@ Copies: TypeAlias = int | Literal["replicas"]
 
 @dataclass(frozen=True)
 class Case:
-    """A job that is killed.
+    """A job that is killed."""
 
-    Attributes:
-        stage: name of a stage.
-        victim: a key of `RANKS_OF`; a node's directory is lost too.
-        copies: on how many peers the files of each node are; or each node is a replica.
-    """
-
-    stage: str
-    victim: str
-    copies: Copies
+    stage: str  # name of a stage
+    victim: str  # a key of `RANKS_OF`; a node's directory is lost too
+    copies: Copies  # on how many peers the files of each node are; or each node is a replica
 
     def __str__(self) -> str:
         return "-".join(part.replace(" ", "_") for part in (self.stage, self.victim, f"copies_{self.copies}"))
@@ -71,17 +65,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job runs.
+    """Where a job runs."""
 
-    Attributes:
-        path: holds the durable tier, `run`, and the directories of the nodes.
-        node_of: the directory of each rank's node, by rank.
-        copies: as for `Case`.
-    """
-
-    path: Path
-    node_of: tuple[str, ...]
-    copies: Copies
+    path: Path  # holds the durable tier, `run`, and the directories of the nodes
+    node_of: tuple[str, ...]  # the directory of each rank's node, by rank
+    copies: Copies  # as for `Case`
 
     @property
     def run(self) -> Path:
@@ -101,19 +89,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case left, and what the next job made of it.
+    """What a case left, and what the next job made of it."""
 
-    Attributes:
-        nodes: the nodes of the next job.
-        restored: the step that it restored.
-        sources: where the files of that came from.
-        orphans: how many data files are left at its end that no `.metadata` beside them names.
-    """
-
-    nodes: tuple[str, ...]
-    restored: int
-    sources: tuple[str, ...]
-    orphans: int
+    nodes: tuple[str, ...]  # the nodes of the next job
+    restored: int  # the step that it restored
+    sources: tuple[str, ...]  # where the files of that came from
+    orphans: int  # how many data files are left at its end that no `.metadata` beside them names
 
 
 FOUR_RANKS = (NODES[0], NODES[0], NODES[1], NODES[1])
@@ -227,12 +208,7 @@ def go_on(place: Place, step: int, seed: int, where: Path) -> dict[str, Any]:
 
 
 def earlier_run(directory: Path, copies: Copies) -> Path:
-    """Make the run that the killed jobs begin with.
-
-    Args:
-        directory: an empty directory.
-        copies: as for `Case`.
-    """
+    """Make the run that the killed jobs begin with."""
     for attempt in range(ATTEMPTS):
         place = Place(directory / str(attempt), FOUR_RANKS, copies)
         place.path.mkdir(parents=True)
@@ -245,19 +221,7 @@ def earlier_run(directory: Path, copies: Copies) -> Path:
 
 
 def kill(case: Case, earlier: Path, directory: Path) -> Place:
-    """Run the job that is killed.
-
-    Args:
-        case: where.
-        earlier: what it begins with; it is copied.
-        directory: an empty directory.
-
-    Returns:
-        What is left.
-
-    Raises:
-        AssertionError: the stage was not reached, or a victim did not die of SIGKILL.
-    """
+    """Run the job that is killed."""
     place = Place(directory / "left", FOUR_RANKS, case.copies)
     for attempt in range(ATTEMPTS):  # gloo sometimes can't connect the manager's groups either: nothing has happened
         shutil.rmtree(place.path, ignore_errors=True)
@@ -284,11 +248,7 @@ def _move(source: Path, target: Path) -> None:
 
 
 def check_left(case: Case, left: Place) -> None:
-    """Check that nothing is lost that the rules keep.
-
-    Raises:
-        AssertionError: something is.
-    """
+    """Check that nothing is lost that the rules keep."""
     durable = oracle.complete_in(left.run)
     kept = oracle.last(KEPT, {20, 40} | durable)
     assert kept <= durable, f"lost of the durable tier: {sorted(kept - durable)}"
@@ -299,16 +259,7 @@ def check_left(case: Case, left: Place) -> None:
 
 
 def resume(left: Place, node_of: tuple[str, ...], directory: Path) -> Outcome:
-    """Let the next job go on from a copy of what is left, and check all that it does.
-
-    Args:
-        left: what is left.
-        node_of: where the ranks of that job are.
-        directory: an empty directory.
-
-    Raises:
-        AssertionError: something was not as it must be.
-    """
+    """Let the next job go on from a copy of what is left, and check all that it does."""
     path = directory / "again"
     _move(left.path, path)
     place = Place(path, node_of, left.copies)

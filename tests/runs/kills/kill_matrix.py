@@ -27,11 +27,7 @@ _WORDS: dict[Copies, str] = {1: "", 0: ", no copies", "replicas": ", replicas"}
 
 
 def run() -> Results:
-    """Run all cases.
-
-    Returns:
-        What each job that went on restored, or what was wrong; how long all took, and with which torch.
-    """
+    """Run all cases."""
     found: Results = {"torch": torch.__version__, "cases": []}
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:

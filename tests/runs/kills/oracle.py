@@ -34,11 +34,7 @@ def _files_in(folder: Path) -> set[tuple[str, int]]:
 
 
 def complete_on_nodes(nodes: Iterable[Path]) -> set[int]:
-    """Return the steps that are complete on nodes.
-
-    Args:
-        nodes: the directories of the nodes.
-    """
+    """Return the steps that are complete on nodes."""
     found = set()
     by_node = [folders_of(node) for node in nodes]
     for step in {step for folders in by_node for step in folders}:
@@ -67,11 +63,7 @@ def last(count: int, steps: Iterable[int]) -> set[int]:
 
 
 def orphans(places: Iterable[Path]) -> int:
-    """Return how many data files there are that no `.metadata` beside them names.
-
-    Args:
-        places: the durable tier and the directories of nodes.
-    """
+    """Return how many data files there are that no `.metadata` beside them names."""
     count = 0
     for place in places:
         for folder in folders_of(place).values():

@@ -37,37 +37,18 @@ FIRED = "fired"
 
 @dataclass(frozen=True)
 class End:
-    """The end of one rank.
+    """The end of one rank."""
 
-    Attributes:
-        has_met: False if the ranks could not connect, so that none of them began.
-        exit_code: of its process.
-        hung: True if it had to be killed although nobody had died.
-        error: the traceback of what its function raised; None where it did not come that far.
-        value: what its function returned.
-        log: what it printed.
-    """
-
-    has_met: bool
-    exit_code: int | None
-    hung: bool
-    error: str | None
-    value: Any
-    log: str
+    has_met: bool  # False if the ranks could not connect, so that none of them began
+    exit_code: int | None  # of its process
+    hung: bool  # True if it had to be killed although nobody had died
+    error: str | None  # the traceback of what its function raised; None where it did not come that far
+    value: Any  # what its function returned
+    log: str  # what it printed
 
 
 def run(function: Callable[..., Any], *arguments: Any, world_size: int, directory: Path) -> list[End]:
-    """Run `function(*arguments, where)` on each rank, `where` being the directory for its `strike`.
-
-    Args:
-        function: at the top of a module.
-        arguments: picklable.
-        world_size: how many ranks.
-        directory: where they meet; it is made.
-
-    Returns:
-        How each rank ended.
-    """
+    """Run `function(*arguments, where)` on each rank, `where` being the directory for its `strike`."""
     for meeting in range(MEETINGS):
         ends = _run_once(function, arguments, world_size, directory / f"meeting-{meeting}")
         if any(end.has_met for end in ends):
@@ -76,12 +57,7 @@ def run(function: Callable[..., Any], *arguments: Any, world_size: int, director
 
 
 def strike(where: Path, victims: Sequence[int]) -> None:
-    """Kill ranks, this one last if it is among them; only the first call does.
-
-    Args:
-        where: what `run` gave to the function.
-        victims: the ranks.
-    """
+    """Kill ranks, this one last if it is among them; only the first call does."""
     try:
         (where / FIRED).touch(exist_ok=False)
     except FileExistsError:

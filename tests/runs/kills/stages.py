@@ -24,22 +24,13 @@ _POSIX, _OUTPUT = "dcp_nvcomp.storage.local.filesystem:PosixFilesystem", "dcp_nv
 
 @dataclass(frozen=True)
 class Stage:
-    """A moment.
+    """A moment."""
 
-    Attributes:
-        name: what the table calls it.
-        seam: where a rank is then.
-        reached_by: who comes there. `all`: each rank, so that the victim does it itself. `leaders`: the first rank of
-            each node. `coordinator`: rank 0. Where the victim does not come there, who does kills it and goes on.
-        during: what the job does then.
-        victims: who is killed.
-    """
-
-    name: str
-    seam: Seam
+    name: str  # what the table calls it
+    seam: Seam  # where a rank is then
     reached_by: Literal["all", "leaders", "coordinator"]
-    during: Literal["save", "restore"] = "save"
-    victims: tuple[str, ...] = ("rank 0", "rank 3", "node 0", "node 1")
+    during: Literal["save", "restore"] = "save"  # what the job does then
+    victims: tuple[str, ...] = ("rank 0", "rank 3", "node 0", "node 1")  # who is killed
 
 
 def _of_output(place: str) -> Counts:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dcp_nvcomp import CheckpointError, ConfigurationError, ReplicasDiffer, verify_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from tests.checkpoints import damage
 from tests.conformance.sabotage import Sabotage
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
@@ -148,21 +149,10 @@ def test_a_lost_node_is_restored_from_the_other_replica(ranks: RankPool, tmp_pat
 
 
 @pytest.mark.ci
-def test_with_both_gone_the_durable_tier_has_it(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_steps, tmp_path, [20, 30])
-    for node in (0, 1):
-        shutil.rmtree(jobs.fast_of(tmp_path, node))
-    assert all(one["durable"] for one in ranks.run(restore, tmp_path, 20))
-
-
-@pytest.mark.ci
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_damaged_file_is_replaced_by_the_other_replicas(ranks: RankPool, tmp_path: Path, node: int) -> None:
     ranks.run(save_steps, tmp_path, [10])
-    file = max(fast_step(tmp_path, node, 10).glob("*.distcp"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    damage(fast_step(tmp_path, node, 10))
     told = ranks.run(restore, tmp_path, 10)
     assert any(one.get("peer") for one in told) and all(one["damaged"] == () for one in told)
 

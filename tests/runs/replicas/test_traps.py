@@ -15,19 +15,13 @@ import torch.distributed as dist
 from benchmarks.staging import staged_by
 from dcp_nvcomp import ConfigurationError, NvcompReader, async_save, verify_checkpoint
 from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
+from tests.checkpoints import damage
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
 from tests.runs.replicas import test_replicas as replicas
 from tests.runs.replicas.test_replicas import TIERS, fast_step, save_steps, state_of, wanted
 
 NODES = (0, 1)
-
-
-def _flip_a_bit(folder: Path) -> None:
-    file = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
 
 
 def _uploaded_node(place: Path, step: int) -> int:
@@ -55,7 +49,7 @@ def test_an_upload_that_goes_on_is_of_the_version_that_was_restored(
     """Not of another one, of which a file is damaged, under the metadata of this one."""
     ranks.run(replicas._upload_fails, tmp_path)
     ids = {NvcompReader(fast_step(tmp_path, node, 20)).read_metadata().storage_meta.save_id: node for node in NODES}
-    _flip_a_bit(fast_step(tmp_path, ids[sorted(ids)[0 if which == "first" else -1]], 20))
+    damage(fast_step(tmp_path, ids[sorted(ids)[0 if which == "first" else -1]], 20))
     assert ranks.run(_restored, tmp_path) == [(20, ())] * 4
     verify_checkpoint(tmp_path / "run" / "step-20", full=True)
     for node in NODES:
@@ -70,7 +64,7 @@ def test_the_durable_version_is_found_if_its_node_is_lost_and_the_other_one_is_d
     ranks.run(save_steps, tmp_path, [10, 20])
     lost = _uploaded_node(tmp_path, 20)
     shutil.rmtree(jobs.fast_of(tmp_path, lost))
-    _flip_a_bit(fast_step(tmp_path, 1 - lost, 20))
+    damage(fast_step(tmp_path, 1 - lost, 20))
     assert ranks.run(_restored, tmp_path) == [(20, ())] * 4
 
 
@@ -78,7 +72,7 @@ def test_the_durable_version_is_found_if_its_node_is_lost_and_the_other_one_is_d
 def test_the_durable_version_is_found_if_all_others_are_damaged(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_steps, tmp_path, [10, 20])
     for node in NODES:
-        _flip_a_bit(fast_step(tmp_path, node, 20))
+        damage(fast_step(tmp_path, node, 20))
     assert ranks.run(_restored, tmp_path) == [(20, ())] * 4
 
 

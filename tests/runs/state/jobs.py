@@ -66,11 +66,7 @@ def loader_of(
 def consume(
     place: Path, batches: int, *, count: int, batch_size: int, saves: bool, **loader_options: Any
 ) -> list[list[int]]:
-    """Restore, take that many batches (all that is left if -1), save if asked, take two more that count for nothing.
-
-    Returns:
-        The samples of each batch.
-    """
+    """Restore, take that many batches (all that is left if -1), save if asked, take two more that count for nothing."""
     loader = loader_of(count, batch_size, **loader_options)
     state = {"train": TrainingState(torch.nn.Linear(1, 1), dataloader=loader)}
     taken = []
@@ -102,9 +98,6 @@ def train(
     """Train up to a step, from the newest checkpoint; die after `stop_at`, whose checkpoint is the last.
 
     With several replicas the model is sharded within each (HSDP).
-
-    Returns:
-        Losses by step, the samples, and the parameters at the end.
     """
     torch.manual_seed(7 + (dist.get_rank() if dist.is_initialized() else 0))
     random.seed(11)

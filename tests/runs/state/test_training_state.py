@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, ConfigurationError, TrainingState
-from tests.distributed.launch import RankPool, ranks
+from tests.distributed.launch import RankPool
 from tests.runs.state import jobs
-
-__all__ = ["ranks"]
 
 
 @pytest.mark.ci

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
+from benchmarks.staging import Staged, staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, SaveStats, async_save, errors
 from dcp_nvcomp.saving import kept as keeping
 from dcp_nvcomp.saving.data_files import DataFileWriter
@@ -24,13 +25,10 @@ from dcp_nvcomp.saving.encode import sources
 from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.checkpoints import assert_loads, file_names, save
-from tests.conformance.sabotage import Sabotage
+from tests.conformance.sabotage import FailingSavePlanner, Sabotage
 from tests.states import State, constant_state, small_state
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-    pytest.mark.usefixtures("on_its_own"),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.usefixtures("on_its_own")]
 
 
 PATIENCE_SECONDS = 120.0  # on a busy machine
@@ -106,8 +104,8 @@ def test_the_checkpoint_is_that_of_save(tmp_path: Path, wait: str, options: dict
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("round_number", range(3))
-def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, round_number: int) -> None:
+@pytest.mark.parametrize(("how", "again"), [("encode", 1), ("encode", 2), ("encode", 3), ("copy", 1)])
+def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, how: Staged, again: int) -> None:
     """Thousands of changes, by a thread that begins when the call returns, as training would."""
     state = large_state(count=4)
     stop, changes = threading.Event(), list[int]()
@@ -120,7 +118,8 @@ def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, round_number
 
     for number in range(6):
         expected = clones(state)
-        saving = begin(state, tmp_path / str(number))
+        with staged_by(how):
+            saving = begin(state, tmp_path / str(number))
         stop.clear()
         thread = threading.Thread(target=change)
         thread.start()
@@ -129,6 +128,7 @@ def test_a_state_that_changes_at_once_does_not_show(tmp_path: Path, round_number
         thread.join()
         assert_loads(tmp_path / str(number), expected)
     assert len(changes) > 20
+    keeping.forget_all()  # ends the process that encodes copies
 
 
 def test_stateful_values_are_asked_on_the_callers_thread(tmp_path: Path) -> None:
@@ -369,13 +369,9 @@ def test_staging_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_planning_fails(tmp_path: Path) -> None:
-    class Fails(DefaultSavePlanner):
-        def create_local_plan(self) -> Any:
-            raise Sabotage("on purpose")
-
-    saving = begin(large_state(), tmp_path, planner=Fails())
+    saving = begin(large_state(), tmp_path, planner=FailingSavePlanner("create_local_plan"))
     for future in (saving.staging_completion, saving.upload_completion):
-        with pytest.raises(BaseException, match="on purpose"):
+        with pytest.raises(BaseException, match="create_local_plan"):
             future.result(PATIENCE_SECONDS)
     assert_the_next_one_works(tmp_path)
 

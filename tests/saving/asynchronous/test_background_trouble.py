@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from benchmarks.sinks import LimitedFileSystem
-from benchmarks.staging import staged_by
-from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
+from dcp_nvcomp import NvcompWriter, errors
 from dcp_nvcomp.saving.asynchronous import background as module
 from dcp_nvcomp.saving.asynchronous import background_child
 from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
@@ -29,20 +28,10 @@ from dcp_nvcomp.saving.asynchronous.background_messages import own_package
 from dcp_nvcomp.saving.kept import forget_all, process_state
 from dcp_nvcomp.storage.processes import StorageSettings, storage_of
 from tests.checkpoints import assert_loads
-from tests.states import State, constant_state, small_state
+from tests.saving.asynchronous.test_copies import PATIENCE_SECONDS, begin, finish
+from tests.states import constant_state, small_state
 
 assert LimitedFileSystem.protocol == "limited"
-
-PATIENCE_SECONDS = 120.0
-
-
-def begin(state: State, path: Path | str, **options: Any) -> AsyncSave:
-    with staged_by("copy"):
-        return async_save(state, path, no_dist=True, **options)
-
-
-def finish(saving: AsyncSave) -> None:
-    saving.upload_completion.result(PATIENCE_SECONDS)
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from dcp_nvcomp.saving.kept import process_state
 from tests.checkpoints import assert_loads, file_names
 from tests.states import constant_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script in a fresh interpreter."""
@@ -39,18 +37,6 @@ def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path) -> None:
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert_loads(tmp_path, {f"w{n}": torch.full((1000,), float(n + 1)) for n in range(20)})
     assert len(file_names(tmp_path)) == 22
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_of_an_error_finishes_its_save_too(tmp_path: Path) -> None:
-    script = """
-        import sys, torch
-        from dcp_nvcomp import async_save
-        async_save({"w": torch.ones(1000)}, sys.argv[1], no_dist=True)
-        raise SystemExit(3)
-        """
-    assert run(script, str(tmp_path)).returncode == 3
-    assert_loads(tmp_path, {"w": torch.ones(1000)})
 
 
 def test_a_save_that_fails_while_the_process_ends_says_so(tmp_path: Path) -> None:

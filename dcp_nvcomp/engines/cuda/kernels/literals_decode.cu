@@ -151,7 +151,6 @@ __device__ void take_out(Decoder &decoder, Stream &stream, bool is_end) {
     stream.out += stream.filled / 16 * 16;
     if (stream.filled >= 16) stream.skipped = 0;
     stream.filled %= 16;
-    __syncwarp();
 }
 
 // Decodes the streams of a block; false if one of them does not end where it should. By one warp.
@@ -211,7 +210,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_slices(const FrameR
     while (is_good && !is_last) {
         if (lane_number() == 0) own.ready = 0; // the other lanes read it behind the next __syncwarp
         is_good = read_block(row, progress, is_last, own);
-        __syncwarp();
         if (is_good && own.ready) {
             make_table(own);
             is_good = decode_streams(own, row);
