@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.filesize import decimal
-from typer import Option
+from typer import Argument, Option
 
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_storage_options
 from dcp_nvcomp.cli.output import Column, Output, counted, left, local_time, show
 
 if TYPE_CHECKING:
-    from dcp_nvcomp.maintenance.inspection import Inspection, Item
-    from dcp_nvcomp.maintenance.run_listing import RunListing
-    from dcp_nvcomp.saving.stats import Totals
-
-
-import re
-from typing import TYPE_CHECKING, Any
-
-from typer import Argument
-
-if TYPE_CHECKING:
     import torch
 
+    from dcp_nvcomp.maintenance.inspection import Inspection, Item
+    from dcp_nvcomp.maintenance.run_listing import RunListing
     from dcp_nvcomp.reading.checkpoint import Checkpoint
+    from dcp_nvcomp.saving.stats import Totals
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.loading.stats import LoadStats
@@ -58,6 +58,15 @@ def _imported(module: str, needed_by: str, package: str) -> Any:
         raise ConfigurationError(f"{needed_by}() needs {package}: pip install {package}.") from error
 
 
+class _Writer(Protocol):
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object: ...
+
+
+class _Run(Protocol):
+    @property
+    def log(self) -> Callable[..., object]: ...
+
+
 class _Scalars:
     def on_save(self, stats: SaveStats) -> None:
         """Write the statistics of a save."""
@@ -79,7 +88,7 @@ class TensorBoard(_Scalars):
         step: returns the step of training; by default saves and loads are counted.
     """
 
-    def __init__(self, writer: Any, *, step: Callable[[], int] | None = None) -> None:
+    def __init__(self, writer: _Writer, *, step: Callable[[], int] | None = None) -> None:
         self._writer, self._step = writer, step
         self._counts: Counter[str] = Counter()
 
@@ -102,7 +111,7 @@ class WeightsAndBiases(_Scalars):
         ConfigurationError: no run was given, and wandb is not installed.
     """
 
-    def __init__(self, run: Any = None, *, step: Callable[[], int] | None = None) -> None:
+    def __init__(self, run: _Run | None = None, *, step: Callable[[], int] | None = None) -> None:
         self._run = _imported("wandb", "WeightsAndBiases", "wandb") if run is None else run
         self._step = step
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.maintenance.opening import document
+from dcp_nvcomp.maintenance.opening import as_json, document
 
 ERROR = "error"
 WARNING = "warning"
@@ -21,6 +21,11 @@ class Finding:
     file: str | None = None  # the file's name in the checkpoint; None if no file is at fault
     fqns: tuple[str, ...] = ()
     byte_range: tuple[int, int] | None = None  # half-open range of bytes in the file, if known
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        values: dict[str, Any] = as_json(self)
+        return values
 
 
 def finding_of(error: CheckpointError, file: str | None, fqns: tuple[str, ...] = ()) -> Finding:

@@ -215,7 +215,8 @@ class DataFileWriter:
         for at in range(self._first_item, len(self._items)):
             member, number, _ = self._items[at]
             end = begin + member.nbytes  # shares of a pack add up
-            share = encoded * end // nbytes - encoded * begin // nbytes if nbytes else 0
+            # an empty one may have the gap before the next record
+            share = encoded * end // nbytes - encoded * begin // nbytes if nbytes else encoded
             begin = end
             self._items[at] = (member, number, share)
             component = component_of(member.item_index.fqn)

@@ -143,10 +143,13 @@ class BackgroundProcess:
                 raise answer.error
             else:
                 assert isinstance(answer, messages.WrittenFiles)
-                return [
-                    WrittenFile(file, [(items[position].index, nbytes, record) for position, nbytes, record in rows])
-                    for file, rows in answer.files
-                ], answer.totals
+                files = [
+                    WrittenFile(
+                        file, [(items[at].index, nbytes, record) for at, nbytes, record in zip(*rows, strict=True)]
+                    )
+                    for file, *rows in answer.files
+                ]
+                return files, answer.totals
         raise self._death()
 
     def _death(self) -> CheckpointError:

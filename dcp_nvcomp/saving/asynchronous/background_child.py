@@ -12,6 +12,7 @@ import pickle
 import socket
 import threading
 import time
+from array import array
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -95,8 +96,16 @@ class Child:
         )
         progress.end()
         at = {id(item.index): position for position, item in enumerate(part.items)}
-        rows = [(one.file, [(at[id(index)], nbytes, record) for index, nbytes, record in one.items]) for one in files]
-        return messages.WrittenFiles(task.number, rows, totals)
+        columns = [
+            (
+                file.file,
+                array("L", [at[id(index)] for index, _, _ in file.items]),
+                array("L", [nbytes for _, nbytes, _ in file.items]),
+                array("L", [record for _, _, record in file.items]),
+            )
+            for file in files
+        ]
+        return messages.WrittenFiles(task.number, columns, totals)
 
 
 class _Progress:

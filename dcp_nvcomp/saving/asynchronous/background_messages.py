@@ -9,6 +9,7 @@ A task has a number, which all about it carry. The descriptor of a segment follo
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -89,10 +90,13 @@ class Encoded:
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """All files are written: each with position in the plan, size and record of its items."""
+    """All files are written: each with position in the plan, size and record of its items, in three columns.
+
+    As arrays: training's process would hold the GIL while it unpickles a tuple for each of a million items.
+    """
 
     number: int
-    files: Sequence[tuple[DataFileRef, Sequence[tuple[int, int, int]]]]
+    files: Sequence[tuple[DataFileRef, array[int], array[int], array[int]]]
     totals: RankTotals
 
 
