@@ -1,15 +1,8 @@
-"""The ranks of a call: which they are, whether all of them make the same call, and process groups of our own.
+"""The ranks of a call: which they are, and whether all of them make the same call.
 
 Collectives of two threads must not meet, nor those of a thread and of training, so each thread that has any needs a
-group that only it uses. A rank that waits in vain can't ask the others why, so each writes what it calls into the store
-through which the process groups were made, and reads there what the others called last.
-
-torch makes groups of a part of the ranks (`use_local_synchronization`) under a name that comes from the ranks and from
-how many groups a process has. So names come again after a group was destroyed, when the store still has the addresses
-of the one before; and they differ between ranks that are in different numbers of groups, which then wait for each other
-for good. So groups are not destroyed but cached by their ranks until torch.distributed ends; the ranks use those that
-all of them have in their caches; and a new one has a name of its own, and is made beside groups of one rank on ranks
-that are in fewer groups than others.
+group that only it uses (process_groups.py). A rank that waits in vain can't ask the others why, so each writes what it
+calls into the store through which the process groups were made, and reads there what the others called last.
 """
 
 from __future__ import annotations
@@ -17,24 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 import time
-import uuid
 import warnings
-import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoResultYet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_nvcomp.calls.per_world import PerWorld
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError, RanksDifferError
 from dcp_nvcomp.redaction import without_secrets
 
@@ -46,7 +34,6 @@ _USUAL_LIMIT: Final = timedelta(minutes=30)  # torch's own
 _REMEMBERED: Final = 4  # calls of a rank: its latest may be one that it made after it waited in vain, too
 _NAMED: Final = 8
 _PAUSE_SECONDS: Final = 0.05
-_MOST_LIMITS: Final = 2  # torch waits for several things one after the other when it makes a group
 
 _Called = tuple[str, int, str]  # the group's name, the number of the call in it, the call
 
@@ -176,13 +163,24 @@ def expect_same(calls: Sequence[Call], group: dist.ProcessGroup) -> None:
     raise RanksDifferError(f"The ranks call {calls[0].name} with different values of {said}. Give all ranks the same.")
 
 
+class _CalledHere:
+    """What this process called."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()  # over each group, by its name
+        self.latest: deque[_Called] = deque(maxlen=_REMEMBERED)
+
+
+_called = PerWorld(_CalledHere)
+
+
 class Arrival:
     """A rank that has come to a call, where others may be missing."""
 
     def __init__(self, group: dist.ProcessGroup, call: Call) -> None:
         self._group, self._call = group, call
         self._began_seconds = time.monotonic()
-        world = _this_world()
+        world = _called.get()
         world.counts[group.group_name] += 1
         self._number = world.counts[group.group_name]
         world.latest.append((group.group_name, self._number, str(call)))
@@ -276,157 +274,3 @@ def _by_rank(values: Sequence[str], group: dist.ProcessGroup) -> str:
 def _named(ranks: Sequence[int]) -> str:
     some = f"{', '.join(map(str, ranks[:_NAMED]))}{', ...' if len(ranks) > _NAMED else ''}"
     return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What a rank brings to making groups: names of its cached ones, how many torch has, and a name for new ones."""
-
-    cached: tuple[str, ...]
-    registered: int
-    name: str = field(default_factory=lambda: uuid.uuid4().hex)
-
-
-def own_groups(group: dist.ProcessGroup, call: Call, count: int) -> list[dist.ProcessGroup]:
-    """Return groups of our own of the ranks of a group, which all make the same call."""
-    ranks = global_ranks(group)
-    return take(ranks, count, meet(group, call, offer_of(ranks)), limit_of(group))
-
-
-def offer_of(ranks: Sequence[int]) -> Offer:
-    """Return what this rank brings."""
-    with _lock:
-        return Offer(tuple(_this_world().cached_of(ranks)), _registered())
-
-
-def take(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
-    """Return groups of some ranks, which all of them take at the same time."""
-    with _lock:
-        world = _this_world()
-        cached = world.cached_of(ranks)
-        on_all = [name for name in offers[0].cached if all(name in one.cached for one in offers)]
-        used = on_all[:count]
-        # one that another rank has given up, after an error, is of no use any more
-        world.cache[tuple(ranks)] = [cached[name] for name in on_all[count:]]
-        for name in used:
-            cached[name].set_timeout(limit)
-        with together(dist.group.WORLD):
-            return [*(cached[name] for name in used), *_made(ranks, count - len(used), offers, limit)]
-
-
-def give_back(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Cache groups for the next call; nothing is under way over them, and nothing went wrong."""
-    with _lock:
-        for group in groups:
-            if is_registered(group):
-                _this_world().cache.setdefault(global_ranks(group), []).append(group)
-
-
-def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return False once a group was destroyed."""
-    try:
-        return dist.is_initialized() and bool(dist.get_process_group_ranks(group))
-    except (KeyError, ValueError):
-        return False
-
-
-def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
-    if not count:
-        return []
-    if len(ranks) == dist.get_world_size():  # torch numbers groups that all ranks make
-        return [_new_group(None, limit) for _ in range(count)]
-    most, own = max(one.registered for one in offers), dist.get_rank()
-    beside = [_new_group([_NamedRank(own, uuid.uuid4().hex)], limit) for _ in range(most - _registered())]
-    try:
-        first, *others = sorted(ranks)
-        names = [f"{offers[0].name}-{number}" for number in range(count)]
-        return [_new_group([_NamedRank(first, name), *others], limit) for name in names]
-    finally:
-        for group in beside:
-            dist.destroy_process_group(group)
-
-
-def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
-    """Make a group on a thread, as torch may wait without a limit if a rank dies meanwhile; RuntimeError if it does."""
-    made: Future[dist.ProcessGroup] = Future()
-
-    def make() -> None:
-        try:
-            is_of_some = ranks is not None
-            made.set_result(dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=is_of_some))
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=make, name="dcp-new-group", daemon=True).start()
-    seconds = _MOST_LIMITS * limit.total_seconds()
-    try:
-        return made.result(seconds)
-    except NoResultYet:
-        if made.done():  # just now, or it is torch's own error
-            return made.result()
-        raise RuntimeError(f"torch made no process group in {seconds:.0f} s.") from None
-
-
-class _NamedRank(int):
-    """A rank that is written as another text: that of a group's ranks makes the group's name."""
-
-    def __new__(cls, rank: int, name: str) -> _NamedRank:
-        made = super().__new__(cls, rank)
-        made._name = name
-        return made
-
-    _name: str
-
-    def __str__(self) -> str:
-        return self._name
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
-
-
-def _registered() -> int:
-    return len(distributed_c10d._world.pg_names)
-
-
-class _World:
-    """What a process has until torch.distributed is shut down: names of groups come again after that."""
-
-    def __init__(self) -> None:
-        world = dist.group.WORLD
-        if world is None:
-            raise ConfigurationError("torch.distributed was shut down (destroy_process_group) before this call.")
-        self._world = weakref.ref(world)
-        self.counts: Counter[str] = Counter()  # calls over each group, by its name
-        self.latest: deque[_Called] = deque(maxlen=_REMEMBERED)
-        self.cache: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
-
-    @property
-    def is_current(self) -> bool:
-        return self._world() is dist.group.WORLD
-
-    def cached_of(self, ranks: Sequence[int]) -> dict[str, dist.ProcessGroup]:
-        return {str(group.group_name): group for group in self.cache.get(tuple(ranks), ())}
-
-
-_lock = threading.RLock()
-_current: _World | None = None
-# What a forked child got from its parent. Kept for good: the destructor of a process group waits for threads that the
-# child does not have.
-_of_parents: list[_World | None] = []
-
-
-def _this_world() -> _World:
-    global _current
-    with _lock:
-        if _current is None or not _current.is_current:
-            _current = _World()
-        return _current
-
-
-def _begin_again() -> None:
-    global _current, _lock
-    _of_parents.append(_current)
-    _current, _lock = None, threading.RLock()
-
-
-os.register_at_fork(after_in_child=_begin_again)

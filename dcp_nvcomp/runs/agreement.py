@@ -22,7 +22,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.ranks import Arrival, Call, expect_same, give_back, limit_of, own_groups, together
+from dcp_nvcomp.calls.process_groups import give_back, own_groups
+from dcp_nvcomp.calls.ranks import Arrival, Call, expect_same, limit_of, together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError, RanksDifferError, RunInUseError
 from dcp_nvcomp.runs.lease import Lease
 

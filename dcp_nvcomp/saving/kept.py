@@ -8,7 +8,8 @@ import threading
 
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.ranks import Call, own_groups
+from dcp_nvcomp.calls.process_groups import own_groups
+from dcp_nvcomp.calls.ranks import Call
 from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
 from dcp_nvcomp.saving.asynchronous.segments import SegmentStores
 from dcp_nvcomp.saving.asynchronous.sequence import GROUP_COUNT, SaveSequence

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from dcp_nvcomp.calls.ranks import give_back, global_ranks, limit_of, offer_of, take
+from dcp_nvcomp.calls.process_groups import give_back, offer_of, take
+from dcp_nvcomp.calls.ranks import global_ranks, limit_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.options import REPLICAS

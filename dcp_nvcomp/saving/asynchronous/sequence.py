@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.calls.ranks import Call, give_back, is_registered, meet
+from dcp_nvcomp.calls.process_groups import give_back, is_registered
+from dcp_nvcomp.calls.ranks import Call, meet
 from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
 from dcp_nvcomp.saving.asynchronous.staging import Staging, UploadFuture
 

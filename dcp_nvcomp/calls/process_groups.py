@@ -1,0 +1,154 @@
+"""Makes and caches process groups of our own, over gloo, of the ranks of a caller's group.
+
+torch makes groups of a part of the ranks (`use_local_synchronization`) under a name that comes from the ranks and from
+how many groups a process has. So names come again after a group was destroyed, when the store still has the addresses
+of the one before; and they differ between ranks that are in different numbers of groups, which then wait for each other
+for good. So groups are not destroyed but cached by their ranks until torch.distributed ends; the ranks use those that
+all of them have in their caches; and a new one has a name of its own, and is made beside groups of one rank on ranks
+that are in fewer groups than others.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoResultYet
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from dcp_nvcomp.calls.per_world import PerWorld
+from dcp_nvcomp.calls.ranks import Call, global_ranks, limit_of, meet, together
+
+_MOST_LIMITS: Final = 2  # torch waits for several things one after the other when it makes a group
+
+
+class _Groups:
+    """The groups that no call uses, by their ranks."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.cache: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+
+    def cached_of(self, ranks: Sequence[int]) -> dict[str, dist.ProcessGroup]:
+        return {str(group.group_name): group for group in self.cache.get(tuple(ranks), ())}
+
+
+_groups = PerWorld(_Groups)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank brings to making groups: names of its cached ones, how many torch has, and a name for new ones."""
+
+    cached: tuple[str, ...]
+    registered: int
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+def own_groups(group: dist.ProcessGroup, call: Call, count: int) -> list[dist.ProcessGroup]:
+    """Return groups of our own of the ranks of a group, which all make the same call."""
+    ranks = global_ranks(group)
+    return take(ranks, count, meet(group, call, offer_of(ranks)), limit_of(group))
+
+
+def offer_of(ranks: Sequence[int]) -> Offer:
+    """Return what this rank brings."""
+    groups = _groups.get()
+    with groups.lock:
+        return Offer(tuple(groups.cached_of(ranks)), _registered())
+
+
+def take(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
+    """Return groups of some ranks, which all of them take at the same time."""
+    groups = _groups.get()
+    with groups.lock:
+        cached = groups.cached_of(ranks)
+        on_all = [name for name in offers[0].cached if all(name in one.cached for one in offers)]
+        used = on_all[:count]
+        # one that another rank has given up, after an error, is of no use any more
+        groups.cache[tuple(ranks)] = [cached[name] for name in on_all[count:]]
+        for name in used:
+            cached[name].set_timeout(limit)
+        with together(dist.group.WORLD):
+            return [*(cached[name] for name in used), *_made(ranks, count - len(used), offers, limit)]
+
+
+def give_back(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Cache groups for the next call; nothing is under way over them, and nothing went wrong."""
+    for group in groups:
+        if is_registered(group):
+            own = _groups.get()
+            with own.lock:
+                own.cache.setdefault(global_ranks(group), []).append(group)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Return False once a group was destroyed."""
+    try:
+        return dist.is_initialized() and bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return False
+
+
+def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
+    if not count:
+        return []
+    if len(ranks) == dist.get_world_size():  # torch numbers groups that all ranks make
+        return [_new_group(None, limit) for _ in range(count)]
+    most, own = max(one.registered for one in offers), dist.get_rank()
+    beside = [_new_group([_NamedRank(own, uuid.uuid4().hex)], limit) for _ in range(most - _registered())]
+    try:
+        first, *others = sorted(ranks)
+        names = [f"{offers[0].name}-{number}" for number in range(count)]
+        return [_new_group([_NamedRank(first, name), *others], limit) for name in names]
+    finally:
+        for group in beside:
+            dist.destroy_process_group(group)
+
+
+def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
+    """Make a group on a thread, as torch may wait without a limit if a rank dies meanwhile; RuntimeError if it does."""
+    made: Future[dist.ProcessGroup] = Future()
+
+    def make() -> None:
+        try:
+            is_of_some = ranks is not None
+            made.set_result(dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=is_of_some))
+        except BaseException as error:
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="dcp-new-group", daemon=True).start()
+    seconds = _MOST_LIMITS * limit.total_seconds()
+    try:
+        return made.result(seconds)
+    except NoResultYet:
+        if made.done():  # just now, or it is torch's own error
+            return made.result()
+        raise RuntimeError(f"torch made no process group in {seconds:.0f} s.") from None
+
+
+class _NamedRank(int):
+    """A rank that is written as another text: that of a group's ranks makes the group's name."""
+
+    def __new__(cls, rank: int, name: str) -> _NamedRank:
+        made = super().__new__(cls, rank)
+        made._name = name
+        return made
+
+    _name: str
+
+    def __str__(self) -> str:
+        return self._name
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+def _registered() -> int:
+    return len(distributed_c10d._world.pg_names)
