@@ -26,6 +26,7 @@ from dcp_nvcomp.codecs import Ans, CodecChain
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.coders import DEFAULT_SLICE_NBYTES
+from dcp_nvcomp.engines.cuda.decode import BatchDecoder
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
@@ -76,9 +77,8 @@ def _batches(blocks: Iterable[tuple[EncodeJob, torch.Tensor]], batch_nbytes: int
 class Metered(CudaEngine):
     """An engine on a `Meter`, with which nothing arrives on the host: what should have arrived is not compared."""
 
-    def set_policy(self, policy: EnginePolicy) -> None:
-        super().set_policy(policy)
-        self._encoder = _Unarrived(self._device, self.coders, self._decoder if policy.check_encodes else None)
+    def _made_encoder(self, decoder: BatchDecoder | None) -> BatchEncoder:
+        return _Unarrived(self._device, self.coders, decoder)
 
 
 class _Unarrived(BatchEncoder):

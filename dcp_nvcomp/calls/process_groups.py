@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResultYet
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
@@ -112,25 +113,56 @@ def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: time
             dist.destroy_process_group(group)
 
 
-def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
-    """Make a group on a thread, as torch may wait without a limit if a rank dies meanwhile; RuntimeError if it does."""
-    made: Future[dist.ProcessGroup] = Future()
+class _Making:
+    """A group that torch makes on a thread of its own: where a rank dies meanwhile, torch may wait without a limit."""
 
-    def make() -> None:
+    def __init__(self, ranks: list[int] | None, limit: timedelta) -> None:
+        self._ranks, self._limit = ranks, limit
+        self._made: Future[dist.ProcessGroup] = Future()
+        self._is_given_up = False
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._make, name="dcp-new-group", daemon=True)
+        self._thread.start()
+
+    def _make(self) -> None:
         try:
-            is_of_some = ranks is not None
-            made.set_result(dist.new_group(ranks, backend="gloo", timeout=limit, use_local_synchronization=is_of_some))
+            group = dist.new_group(
+                self._ranks, backend="gloo", timeout=self._limit, use_local_synchronization=self._ranks is not None
+            )
         except BaseException as error:
-            made.set_exception(error)
+            self._made.set_exception(error)
+            return
+        with self._lock:
+            if not self._is_given_up:
+                self._made.set_result(group)
+                return
+        dist.destroy_process_group(group)  # it came too late, and would change the names of later ones
 
-    threading.Thread(target=make, name="dcp-new-group", daemon=True).start()
-    seconds = _MOST_LIMITS * limit.total_seconds()
-    try:
-        return made.result(seconds)
-    except NoResultYet:
-        if made.done():  # just now, or it is torch's own error
-            return made.result()
-        raise RuntimeError(f"torch made no process group in {seconds:.0f} s.") from None
+    @property
+    def is_under_way(self) -> bool:
+        return self._thread.is_alive()
+
+    def group(self) -> dist.ProcessGroup:
+        """Wait, and return the group; `RuntimeError` if torch does not return from making it."""
+        seconds = _MOST_LIMITS * self._limit.total_seconds()
+        with suppress(NoResultYet):
+            return self._made.result(seconds)
+        with self._lock:
+            self._is_given_up = not self._made.done()
+        if self._is_given_up:
+            _stuck.append(self)
+            raise RuntimeError(f"torch made no process group in {seconds:.0f} s.")
+        return self._made.result()
+
+
+_stuck: list[_Making] = []
+
+
+def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
+    # torch numbers groups: two that are made at a time could get each other's names
+    if any(making.is_under_way for making in _stuck):
+        raise RuntimeError("torch still waits for a process group that another rank did not make.")
+    return _Making(ranks, limit).group()
 
 
 class _NamedRank(int):

@@ -11,7 +11,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
-from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
+from dcp_nvcomp.engines.cuda.slice_coders import is_ever_served, refusal_of
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.engines.notices import warn
 from dcp_nvcomp.errors import CodecUnavailableError
@@ -88,8 +88,10 @@ class EngineChoice:
         return False
 
     def serves(self, device: torch.device, chain: CodecChain, direction: str) -> bool:
-        """Return True unless the chain's coder failed the self-test of a device that the CUDA engine handles."""
+        """Return True if the CUDA engine codes blocks of a chain on a device that it handles."""
         health = shared_pool().tested(device, self.zstd)
+        if not is_ever_served(health, chain, self.zstd, direction):
+            return False
         refusal = refusal_of(health, chain, self.zstd, direction)
         if refusal is None:
             return True

@@ -263,9 +263,9 @@ def test_whole_checkpoints(tmp_path: Path, launch: Launch, monkeypatch: pytest.M
     state = {"w": torch.randn(300, 100) / 50, "h": torch.randn(30_000).bfloat16(), "z": torch.zeros(5)}
     options = {"cuda_zstd": "literals", "device_memory_budget": 8 << 20}
     save(tmp_path, state, codec="planes-zstd", **options)
-    assert (len(stand_ins.calls("encode")), len(stand_ins.calls("decode"))) == (2, 4), "the self-test's alone"
+    assert (len(stand_ins.calls("encode")), len(stand_ins.calls("decode"))) == (1, 3), "the self-test's alone"
     assert_same(load(tmp_path, state, **options), state)
-    assert len(stand_ins.calls("decode")) == 4, "nor does nvCOMP decode anything"
+    assert len(stand_ins.calls("decode")) == 3, "nor does nvCOMP decode anything"
     assert_same(load(tmp_path, state, device_memory_budget=8 << 20), state)
     assert_same(load(tmp_path, state, engine="cpu", verify="full"), state)
 

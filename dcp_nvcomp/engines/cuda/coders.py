@@ -230,7 +230,7 @@ class NvcompCoders:
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
         workspace = self._workspace(DECODE, _algorithm(coder).kind)
-        return workspace.fixed_nbytes + workspace.nbytes(int(lengths.sum()), lengths.size)
+        return workspace.nbytes(int(lengths.sum()), lengths.size)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> Frames:
         """Start to encode slices."""
@@ -291,8 +291,12 @@ class NvcompCoders:
             known = self._workspace(direction, kind)
             taken = memory.peak_nbytes(stream) - before_nbytes + memory.refused_nbytes(stream)
             excess = taken - known.nbytes(int(lengths.sum()), lengths.size)
-            if excess > known.fixed_nbytes:
+            # decoding is asked for block by block, where nothing counts once for a batch
+            if excess > known.fixed_nbytes and direction == ENCODE:
                 self._workspaces[direction, kind] = replace(known, fixed_nbytes=excess)
+            elif excess > 0 and direction == DECODE:
+                per_byte = known.per_byte + excess / int(lengths.sum())
+                self._workspaces[direction, kind] = replace(known, per_byte=per_byte)
 
     def _codec(self, coder: Coder) -> Any:
         codec = self._codecs.get(coder)

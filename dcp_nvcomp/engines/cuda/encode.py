@@ -248,10 +248,14 @@ def _checksums(blocks: Sequence[memoryview]) -> list[int]:
     if threads < 2:
         return [checksum(block) for block in blocks]
     share = -(-len(blocks) // threads)
+    parts = [blocks[start : start + share] for start in range(0, len(blocks), share)]
+
+    def crcs_of(part: Sequence[memoryview]) -> list[int]:
+        return [checksum(block) for block in part]
+
     with ThreadPoolExecutor(threads - 1) as pool:
-        others = [
-            pool.submit(lambda part: [checksum(block) for block in part], blocks[start : start + share])
-            for start in range(share, len(blocks), share)
-        ]
-        found = [checksum(block) for block in blocks[:share]]
-        return found + [crc for other in others for crc in other.result()]
+        try:
+            others = [pool.submit(crcs_of, part) for part in parts[1:]]
+        except RuntimeError:  # the interpreter ends, while the last asynchronous save is written
+            return crcs_of(blocks)
+        return crcs_of(parts[0]) + [crc for other in others for crc in other.result()]

@@ -135,6 +135,7 @@ class CudaEngine:
         self._decoder = BatchDecoder(self._device, self.coders)
         self._checks = JobChecks()
         self._copying = CopyingEngine()
+        self._encoders: dict[bool, BatchEncoder] = {}
         self.set_policy(policy)
 
     def set_policy(self, policy: EnginePolicy) -> None:
@@ -143,7 +144,13 @@ class CudaEngine:
         self._fall_back = FallBack(self.health, policy)
         self.memory.set_budget(policy.device_memory_budget)
         self.coders.prefer(policy.zstd, policy.device_memory_budget)
-        self._encoder = BatchEncoder(self._device, self.coders, self._decoder if policy.check_encodes else None)
+        # each keeps what it has worked out of batches, which the next task and the next save have again
+        if policy.check_encodes not in self._encoders:
+            self._encoders[policy.check_encodes] = self._made_encoder(self._decoder if policy.check_encodes else None)
+        self._encoder = self._encoders[policy.check_encodes]
+
+    def _made_encoder(self, decoder: BatchDecoder | None) -> BatchEncoder:
+        return BatchEncoder(self._device, self.coders, decoder)
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         served = _served([job.chain for job in jobs], self.coders.encodes)

@@ -29,6 +29,7 @@ class DeviceHealth:
         self.broken: str | None = None
         self.refused: dict[tuple[str, type[Coder]], str] = {}
         self.tested: set[tuple[str, type[Coder], str]] = set()  # and the direction: "encode", "decode"
+        self.nvcomp_is_faster: frozenset[str] = frozenset()  # directions, on GPUs of this kind: see slice_coders.py
         self.workspaces: dict[tuple[str, str], Workspace] = {}  # of nvCOMP's coders, as seen: see coders.py
         self.wrong_blocks = 0
         self._lock = threading.Lock()

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, get_args
 
@@ -75,7 +75,7 @@ class DeviceCoders:
         self._literals: LiteralCoders | None = None
         self._zstd = "auto"
         self._budget_nbytes = 0
-        self._nvcomp_is_faster = faster_nvcomp(device.name)
+        health.nvcomp_is_faster = faster_nvcomp(device.name)
 
     def prefer(self, zstd: str, budget_nbytes: int) -> None:
         """Choose what codes Zstd from now on, one of `options.CudaZstd`, and how much memory a batch may take."""
@@ -95,7 +95,17 @@ class DeviceCoders:
     def may_use_literals(self, chain: CodecChain) -> bool:
         """True if our kernels are to code slices of this chain, should they work."""
         coder = chain.coder
-        return coder is not None and any(self._wants_literals(coder, direction) for direction in (ENCODE, DECODE))
+        if coder is None:
+            return False
+        working = (
+            [one for one in self.providers(coder, way) if one == LITERALS or self._works(one, coder)]
+            for way in (ENCODE, DECODE)
+        )
+        return any(providers[:1] == [LITERALS] for providers in working)
+
+    def providers(self, coder: Coder, direction: str) -> tuple[str, ...]:
+        """Return what may code for a coder, whether it works or not."""
+        return providers_of(coder, self._zstd, direction, self._health.nvcomp_is_faster)
 
     def encodes(self, chain: CodecChain) -> bool:
         """True if the device encodes blocks of this chain, and decodes them again."""
@@ -119,7 +129,12 @@ class DeviceCoders:
         return self._served_by(coder, ENCODE).encode_fixed_nbytes(coder)
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
-        return self._served_by(coder, DECODE).decode_nbytes(coder, lengths)
+        coders = self._served_by(coder, DECODE)
+        nbytes = coders.decode_nbytes(coder, lengths)
+        may_have_others = coders is not self._nvcomp and not getattr(coder, "literals_only", False)
+        if may_have_others and self._works(NVCOMP, coder):  # it decodes the frames that are not ours
+            nbytes += self._nvcomp.decode_nbytes(coder, lengths)
+        return nbytes
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> SliceFrames:
         return self._served_by(coder, ENCODE).encode(coder, scratch, places, lengths)
@@ -142,26 +157,16 @@ class DeviceCoders:
     def _works(self, provider: str, coder: Coder) -> bool:
         return (provider, type(coder)) not in self._health.refused
 
-    def _wants_literals(self, coder: Coder, direction: str) -> bool:
-        # what a file says of its coder does not say whether the frames are of literals only
-        serves = LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes
-        return serves(coder) and not (self._wants_nvcomp(direction) and self._may_use_nvcomp(coder))
-
-    def _wants_nvcomp(self, direction: str) -> bool:
-        return self._zstd == NVCOMP or (self._zstd == "auto" and direction in self._nvcomp_is_faster)
-
-    def _may_use_nvcomp(self, coder: Coder) -> bool:
-        # what is asked for by name is not replaced
-        return self._zstd == NVCOMP or self._works(NVCOMP, coder)
-
     def _of(self, coder: Coder, direction: str) -> SliceCoders | None:
         """Return what codes for a coder; None if nothing on this device may."""
-        if self._wants_literals(coder, direction):
-            literals = self._working_literals(coder)
-            if literals is not None or self._zstd == LITERALS:
-                return literals
-        is_left_out = direction == ENCODE and isinstance(coder, Zstd) and not self._wants_nvcomp(direction)
-        return self._nvcomp if self._works(NVCOMP, coder) and not is_left_out else None
+        for provider in providers_of(coder, self._zstd, direction, self._health.nvcomp_is_faster):
+            coders = self._working_literals(coder) if provider == LITERALS else self._working_nvcomp(coder)
+            if coders is not None:
+                return coders
+        return None
+
+    def _working_nvcomp(self, coder: Coder) -> NvcompCoders | None:
+        return self._nvcomp if self._works(NVCOMP, coder) else None
 
     def _served_by(self, coder: Coder, direction: str) -> SliceCoders:
         found = self._of(coder, direction)
@@ -178,14 +183,40 @@ class DeviceCoders:
         return self._literals if self._works(LITERALS, coder) else None
 
 
+def providers_of(coder: Coder, zstd: str, direction: str, nvcomp_is_faster: Collection[str]) -> tuple[str, ...]:
+    """Return what may code for a coder, the first that works; nothing if it is always left to the CPU engine.
+
+    Args:
+        coder: the coder.
+        zstd: one of `options.CudaZstd`.
+        direction: `"encode"` or `"decode"`.
+        nvcomp_is_faster: the directions in which nvCOMP's Zstd was measured to be faster than our kernels.
+    """
+    if not isinstance(coder, Zstd):
+        return (NVCOMP,)
+    # what a file says of its coder does not say whether the frames are of literals only
+    serves = LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes
+    own = (LITERALS,) if zstd != NVCOMP and serves(coder) else ()
+    if zstd == LITERALS and own:
+        return own  # what is asked for by name is not replaced
+    wants_nvcomp = zstd == NVCOMP or (zstd == "auto" and direction in nvcomp_is_faster)
+    nvcomp = (NVCOMP,) if wants_nvcomp or direction == DECODE else ()
+    return (*nvcomp, *own) if wants_nvcomp else (*own, *nvcomp)
+
+
 def refusal_of(health: DeviceHealth, chain: CodecChain, zstd: str, direction: str) -> str | None:
     """Return why a device must not code blocks of a chain; None if it may, or never does."""
     if chain.coder is None or not is_served(chain):
         return None
-    providers, serves = [NVCOMP], LiteralCoders.encodes if direction == ENCODE else LiteralCoders.decodes
-    if zstd != NVCOMP and serves(chain.coder):
-        providers = [LITERALS] if zstd == LITERALS else [NVCOMP, LITERALS]
-    return health.refusal(chain.coder, providers)
+    providers = providers_of(chain.coder, zstd, direction, health.nvcomp_is_faster)
+    return health.refusal(chain.coder, providers) if providers else None
+
+
+def is_ever_served(health: DeviceHealth, chain: CodecChain, zstd: str, direction: str) -> bool:
+    """Return False if blocks of a chain are always left to the CPU engine, which is nothing to warn of."""
+    return is_served(chain) and (
+        chain.coder is None or bool(providers_of(chain.coder, zstd, direction, health.nvcomp_is_faster))
+    )
 
 
 @functools.cache

@@ -5,7 +5,8 @@ chain that it had, unless its ratio has drifted, and dense floats that of others
 their numbers only. Of anything else slices are coded by every chain that could win.
 
 For a tensor on a device, `device_choice` chooses when it is fed: a look costs a copy to the host, which waits for the
-device. So what an earlier save chose for dense floats is used without one, and forgotten if its size surprises.
+device. So what an earlier save chose for dense floats is used without one, but in every 16th save (mantissas that are
+rounded don't change the size), and forgotten if its size surprises.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _GLANCED_AT = np.sort(np.random.default_rng(0).random(512))
 _MOST_ALIKE = 24  # of these: as many as a look takes for dense, 3 %, and chance
 _PLANE_OF_BYTE = np.arange(8, dtype=np.uint16) << 8
 _MOST_REMEMBERED = 1 << 17
+_LOOK_EVERY = 16
 _DIGITS = re.compile(r"\d+")
 
 _Key = tuple[str, str, tuple[int, ...], tuple[int, ...]]
@@ -54,6 +56,7 @@ class _Kept:
     look: Look
     chain: CodecChain
     achieved: float | None = None
+    trusted: int = 0  # how often without a look
 
     def expects(self, ratio: float) -> bool:
         return self.achieved is not None and abs(ratio - self.achieved) <= _DRIFT * self.achieved
@@ -77,6 +80,15 @@ class RememberedChoices:
         if kept is None or kept.achieved is None or not kept.look.is_dense:
             return None
         return kept.chain if kept.chain == literal_exponents(record.element) else None
+
+    def trust_unseen(self, record: Record) -> CodecChain | None:
+        """`trust` it, if it was looked at in one of the last saves."""
+        chain = self.trust(record)
+        if chain is None:
+            return None
+        kept = self._kept[_key(record)]
+        kept.trusted = (kept.trusted + 1) % _LOOK_EVERY
+        return chain if kept.trusted else None
 
     def expects(self, record: Record, ratio: float) -> bool:
         """Return True if a choice that was trusted came to what it had come to before."""
@@ -200,7 +212,7 @@ def device_choice(record: Record, tensor: torch.Tensor, remembered: RememberedCh
     element, nbytes = record.element, tensor.numel() * tensor.element_size()
     if nbytes < TINY_NBYTES:
         return ChainChoice(STORED)
-    chain = remembered.trust(record)
+    chain = remembered.trust_unseen(record)
     if chain is None:
         look = judge.look(element, _device_sample(tensor))
         chain = remembered.recall(record, look)
