@@ -33,6 +33,7 @@ def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
     "rates",
     [
         {"unavailable": 0.2},
+        pytest.param({"unavailable": 0.4}, marks=pytest.mark.slow),
         {"reset": 0.2, "lost": 0.2},
         {"truncated": 0.3, "shortened": 0.3},
         pytest.param({"broken": 0.2, "lost": 0.2, "unavailable": 0.2}, marks=pytest.mark.slow),
