@@ -29,7 +29,7 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len({part["stand_in"] for part in parts}) != 1:
         raise ValueError("Some parts are of the stand-in, others of a GPU.")
     first = next(part for part in parts if "gpu" in part.get("machine", {}))
-    found = {name: step for part in parts for name, step in part["steps"].items()}
+    found = {name: _published(step) for part in parts for name, step in part["steps"].items()}
     steps = {step.name: found[step.name] for step in STEPS if step.name in found}
     tables = tables_of(steps)
     command = first["command"].partition(" --step")[0]
@@ -42,6 +42,12 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "checks": checks_of(tables),
         "notes": [note for part in parts for note in part["notes"]],
     }
+
+
+def _published(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step without what its processes printed, and tracebacks: they name the paths of a machine."""
+    probes = {name: {key: one[key] for key in one if key != "trace"} for name, one in step["probes"].items()}
+    return {**{key: step[key] for key in step if key != "output"}, "probes": probes}
 
 
 def main() -> None:
