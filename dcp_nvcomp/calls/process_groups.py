@@ -136,7 +136,8 @@ class _Making:
             if not self._is_given_up:
                 self._made.set_result(group)
                 return
-        dist.destroy_process_group(group)  # it came too late, and would change the names of later ones
+        with suppress(ValueError, AssertionError):  # torch.distributed may have ended meanwhile
+            dist.destroy_process_group(group)  # it came too late, and would change the names of later ones
 
     @property
     def is_under_way(self) -> bool:
@@ -150,17 +151,17 @@ class _Making:
         with self._lock:
             self._is_given_up = not self._made.done()
         if self._is_given_up:
-            _stuck.append(self)
+            _stuck.get().append(self)
             raise RuntimeError(f"torch made no process group in {seconds:.0f} s.")
         return self._made.result()
 
 
-_stuck: list[_Making] = []
+_stuck: PerWorld[list[_Making]] = PerWorld(list)
 
 
 def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
     # torch numbers groups: two that are made at a time could get each other's names
-    if any(making.is_under_way for making in _stuck):
+    if any(making.is_under_way for making in _stuck.get()):
         raise RuntimeError("torch still waits for a process group that another rank did not make.")
     return _Making(ranks, limit).group()
 

@@ -95,13 +95,15 @@ def _silent_on_one_rank(place: Path, case: str) -> float | None:
             call(place, group)
         assert isinstance(caught.value, RankFailedError), caught.value
         return time.monotonic() - began
-    real, calls = getattr(owner, name), 0
+    real, calls, world = getattr(owner, name), 0, dist.group.WORLD
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == at:
             time.sleep(LIMIT_SECONDS + PATIENCE_SECONDS)
+            if dist.group.WORLD is not world:
+                raise RuntimeError("the rank that was silent woke up in another test")
         return real(*args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
