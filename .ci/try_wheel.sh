@@ -25,7 +25,7 @@ saved = state["w"].clone()
 dcp_nvcomp.save(state, "checkpoint", no_dist=True)
 state["w"].zero_()
 dcp_nvcomp.load(state, "checkpoint", no_dist=True)
-assert torch.equal(state["w"], saved) and dcp_nvcomp.verify_checkpoint("checkpoint").is_sound
+assert torch.equal(state["w"], saved) and dcp_nvcomp.tools.verify("checkpoint").is_sound
 print("a checkpoint was saved, loaded and verified")
 PYTHON
 else

@@ -22,7 +22,8 @@ from benchmarks.measuring import core_count
 from benchmarks.peers import stock_fsspec
 from benchmarks.sinks import LimitedFileSystem, link
 from benchmarks.states import State, assert_same, build_state, destination
-from dcp_nvcomp import CheckpointManager, Keep, StepSaved, async_save
+from dcp_nvcomp import CheckpointManager, Keep, async_save
+from dcp_nvcomp.runs import StepSaved
 
 RATE = 200e6
 NODES = 2

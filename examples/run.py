@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from dcp_nvcomp import Best, CheckpointManager, ElasticSampler, Keep, TrainingState
+from dcp_nvcomp import Best, CheckpointManager, Keep, TrainingState
+from dcp_nvcomp.runs import ElasticSampler
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 under newer torch

@@ -62,7 +62,7 @@ def _released(host: Host) -> Mapping[str, Any]:
     with on_the_engine(host) as memory:
         found = {"before": memory.taken(), **_saved_and_loaded(host, state, lambda: None)}
         found["kept"] = memory.taken()
-        dcp_nvcomp.release_device_memory()
+        dcp_nvcomp.tools.release_device_memory()
         if not host.stand_in:
             torch.cuda.empty_cache()
         found["released"] = _checked(memory, found["before"])

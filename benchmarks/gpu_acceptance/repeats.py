@@ -67,7 +67,7 @@ class _Repeats:
 
     def afterwards(self) -> Mapping[str, Any]:
         """Give the memory back, and compare the last turn with the first."""
-        dcp_nvcomp.release_device_memory()
+        dcp_nvcomp.tools.release_device_memory()
         if not self._host.stand_in:
             torch.cuda.empty_cache()
         found = {"before": self._before, "after release_device_memory": self._memory.taken()}

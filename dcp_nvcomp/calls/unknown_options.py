@@ -107,7 +107,7 @@ _ADVICE: Final[tuple[tuple[str, str, str], ...]] = (
     ("pickle_protocol mmap", "it has no counterpart here: leave it out", "it has no counterpart here: leave it out"),
     (
         "checksum checksums crc check validate",
-        "every block has its checksum; verify_checkpoint(path) compares all of them",
+        "every block has its checksum; tools.verify(path) compares all of them",
         "verify",
     ),
     ("planner process_group no_dist storage_writer storage_reader async_stager async_checkpointer_type", _CALL, _CALL),

@@ -18,7 +18,7 @@ from dcp_nvcomp.codecs.auto import STORED
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from dcp_nvcomp.codecs.choose import TINY_NBYTES
 from dcp_nvcomp.format.names import data_file_rank
-from dcp_nvcomp.maintenance.inspection import Inspection, Item, inspect_checkpoint
+from dcp_nvcomp.maintenance.inspection import Inspection, Item, inspect
 from dcp_nvcomp.options import check_seconds
 
 # Of codecs whose saves take about as long, the one that stores least is taken.
@@ -192,7 +192,7 @@ def workload_of_checkpoint(
     url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> Workload:
     """Return what the job that saved a checkpoint saves. Reads its metadata and footers only."""
-    found = inspect_checkpoint(url, storage_options=storage_options)
+    found = inspect(url, storage_options=storage_options)
     ranks = {data_file_rank(file.name) for file in found.files}
     return Workload(found.totals.uncompressed_nbytes, max(1, len(ranks)), found.ratio if _was_tried(found) else None)
 

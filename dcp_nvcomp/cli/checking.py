@@ -30,11 +30,11 @@ def verify_command(url: Url, full: Full = False, option: Options = None, as_json
 
     Exit status 1 if anything is; warnings do not count, nor do blocks that only a GPU could decode.
     """
-    from dcp_nvcomp.maintenance.verify import verify_checkpoint
+    from dcp_nvcomp import tools
 
     storage_options = parse_storage_options(option)
     with progress_bar("verifying") as progress:
-        found = verify_checkpoint(url, full=full, storage_options=storage_options, progress=progress)
+        found = tools.verify(url, full=full, storage_options=storage_options, progress=progress)
     show(found, as_json, _print_verification)
     if not found.is_sound:
         raise typer.Exit(1)
@@ -72,12 +72,13 @@ def recover_command(url: Url, save_id: SaveId = None, option: Options = None, as
 
     Never replaces a good checkpoint. Exit status 1 if nothing could be restored, or a save must be named.
     """
-    from dcp_nvcomp.maintenance.recovery import INTACT, RECOVERED, is_save_id, recover_checkpoint
+    from dcp_nvcomp import tools
+    from dcp_nvcomp.maintenance.recovery import INTACT, RECOVERED, is_save_id
 
     if save_id is not None and not is_save_id(save_id):
         message = f"{save_id!r} is not of 32 hexadecimal digits, and no `.metadata.<id>.tmp`."
         raise typer.BadParameter(message, param_hint="--save-id")
-    found = recover_checkpoint(url, save_id=save_id, storage_options=parse_storage_options(option))
+    found = tools.recover(url, save_id=save_id, storage_options=parse_storage_options(option))
     show(found, as_json, _print_recovery)
     if found.outcome not in (RECOVERED, INTACT):
         raise typer.Exit(1)
@@ -110,7 +111,7 @@ def diff_command(
     a: First, b: Second, keys_only: KeysOnly = False, option: Options = None, as_json: AsJson = False
 ) -> None:
     """Compare two checkpoints: keys, shapes, dtypes, and values bit for bit. Exit status 1 if anything differs."""
-    from dcp_nvcomp.reading.comparison import compare_checkpoints
+    from dcp_nvcomp import tools
 
     def print_comparison(output: Output, found: Comparison) -> None:
         if found.differences:
@@ -121,7 +122,7 @@ def diff_command(
 
     storage_options = parse_storage_options(option)
     with progress_bar("comparing") as progress:
-        found = compare_checkpoints(a, b, values=not keys_only, storage_options=storage_options, progress=progress)
+        found = tools.compare(a, b, values=not keys_only, storage_options=storage_options, progress=progress)
     show(found, as_json, print_comparison)
     if not found.is_equal:
         raise typer.Exit(1)

@@ -110,13 +110,13 @@ def inspect_command(
 
     Of a run, lists its checkpoints instead, as `ls` does.
     """
+    from dcp_nvcomp import tools
     from dcp_nvcomp.errors import CheckpointNotFoundError, IncompleteCheckpointError
-    from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
     from dcp_nvcomp.maintenance.run_listing import list_run
 
     storage_options = parse_storage_options(option)
     try:
-        found = inspect_checkpoint(url, storage_options=storage_options)
+        found = tools.inspect(url, storage_options=storage_options)
     except CheckpointNotFoundError as error:
         if as_json or isinstance(error, IncompleteCheckpointError):
             raise

@@ -60,12 +60,13 @@ def clean_command(
 
     Exit status 1 if nothing could be cleaned, with --recursive if any of the checkpoints was refused.
     """
-    from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS, RunCleaning, clean_checkpoint, clean_run
+    from dcp_nvcomp import tools
+    from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS, RunCleaning, clean_run
 
     seconds = parse_seconds(older_than, "--older-than")
     if seconds < MIN_AGE_SECONDS:
         raise typer.BadParameter(f"{older_than!r} is less than 1h, the least that is safe.", param_hint="--older-than")
-    clean = clean_run if recursive else clean_checkpoint
+    clean = clean_run if recursive else tools.clean
     found = clean(url, older_than_seconds=seconds, dry_run=dry_run, storage_options=parse_storage_options(option))
     show(found, as_json, _print_run if isinstance(found, RunCleaning) else _print_cleaning)
     if isinstance(found, RunCleaning) and found.refused:

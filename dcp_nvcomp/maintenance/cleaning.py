@@ -22,7 +22,7 @@ BATCH: Final = 1000
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Result of `clean_checkpoint`.
+    """Result of `clean`.
 
     Attributes:
         path: the checkpoint.
@@ -53,7 +53,7 @@ class Cleaning:
         return document(self, "checkpoint", nbytes=self.nbytes)
 
 
-def clean_checkpoint(
+def clean(
     path: str | os.PathLike[str],
     *,
     older_than_seconds: float = 86400.0,
@@ -182,7 +182,7 @@ def clean_run(
 
     Args:
         path: a local path or any fsspec URL.
-        older_than_seconds: as in `clean_checkpoint`.
+        older_than_seconds: as in `clean`.
         dry_run: only report what would be removed.
         storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
 
@@ -206,9 +206,7 @@ def clean_run(
     for folder in folders:
         at = f"{os.fspath(path).rstrip('/')}/{folder}" if folder else path
         try:
-            one = clean_checkpoint(
-                at, older_than_seconds=older_than_seconds, dry_run=dry_run, storage_options=storage_options
-            )
+            one = clean(at, older_than_seconds=older_than_seconds, dry_run=dry_run, storage_options=storage_options)
             cleaned.append(one)
         except CheckpointError as error:
             refused.append(Refusal(filesystem.location(folder) if folder else filesystem.path, str(error)))

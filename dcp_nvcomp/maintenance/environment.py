@@ -51,7 +51,7 @@ def info() -> Environment:
 
     Examples:
         >>> import dcp_nvcomp
-        >>> dcp_nvcomp.info().versions["dcp-nvcomp"] == dcp_nvcomp.__version__
+        >>> dcp_nvcomp.tools.info().versions["dcp-nvcomp"] == dcp_nvcomp.__version__
         True
     """
     versions = {

@@ -35,7 +35,7 @@ def finding_of(error: CheckpointError, file: str | None, fqns: tuple[str, ...] =
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of `verify_checkpoint`.
+    """Result of `verify`.
 
     Attributes:
         path: the checkpoint.

@@ -54,7 +54,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Result of `inspect_checkpoint`.
+    """Result of `inspect`.
 
     Attributes:
         path: the checkpoint.
@@ -142,7 +142,7 @@ def _totals_json(totals: Totals) -> dict[str, Any]:
     }
 
 
-def inspect_checkpoint(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspection:
+def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Inspection:
     """Return the contents of a checkpoint. Reads its metadata and footers only.
 
     Args:

@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Result of `recover_checkpoint`.
+    """Result of `recover`.
 
     Attributes:
         path: the checkpoint.
@@ -97,7 +97,7 @@ class _Current:
     save_id: str | None = None
 
 
-def recover_checkpoint(
+def recover(
     path: str | os.PathLike[str], *, save_id: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> Recovery:
     """Restore a lost or corrupt `.metadata` from the copy of a complete save.
@@ -123,7 +123,7 @@ def recover_checkpoint(
 
 
 def is_save_id(save_id: str) -> bool:
-    """True if `recover_checkpoint` takes it for `save_id`."""
+    """True if `recover` takes it for `save_id`."""
     return copy_name_of(save_id) is not None or is_metadata_temporary(save_id)
 
 

@@ -55,7 +55,7 @@ STOCK_OBJECT_NBYTES = 1 << 30
 TASKS_AHEAD = 2
 
 
-def verify_checkpoint(
+def verify(
     path: str | os.PathLike[str],
     *,
     full: bool = False,

@@ -36,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of `compare_checkpoints`.
+    """Result of `compare`.
 
     Attributes:
         a: the first checkpoint.
@@ -68,7 +68,7 @@ def _json_number(value: float) -> float | str:
     return value if abs(value) < float("inf") else str(value)
 
 
-def compare_checkpoints(
+def compare(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,

@@ -95,7 +95,7 @@ def prune_run(
         >>> run = tempfile.mkdtemp()
         >>> for step in (1, 2, 3):
         ...     _ = dcp_nvcomp.save({"w": torch.zeros(3)}, f"{run}/step-{step}", no_dist=True)
-        >>> [saved.step for saved in dcp_nvcomp.prune_run(run, dcp_nvcomp.Keep(last=1)).removed]
+        >>> [saved.step for saved in dcp_nvcomp.runs.prune_run(run, dcp_nvcomp.Keep(last=1)).removed]
         [1, 2]
     """
     durable = _durable(path, step_template, storage_options)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_nvcomp import CheckpointNotFoundError, ConfigurationError, save
+from dcp_nvcomp import CheckpointNotFoundError, ConfigurationError, save, tools
 from dcp_nvcomp.choosing.advice import (
     Workload,
     advise,
@@ -21,7 +21,6 @@ from dcp_nvcomp.choosing.advice import (
     young_seconds,
 )
 from dcp_nvcomp.cli.choosing import _beside
-from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
 
 from ..checkpoints import save_stock
 from ..cli.checkpoints import run
@@ -123,7 +122,7 @@ def test_the_workload_of_a_checkpoint(tmp_path: Path) -> None:
     assert workload_of_checkpoint(tmp_path / "stock").ratio is None
     state = {"w": torch.randint(0, 256, (1 << 20,), dtype=torch.uint8), "scale": torch.randn(3)}
     save(state, tmp_path / "quantized", no_dist=True)
-    assert set(inspect_checkpoint(tmp_path / "quantized").by_codec) == {"none"}
+    assert set(tools.inspect(tmp_path / "quantized").by_codec) == {"none"}
     assert workload_of_checkpoint(tmp_path / "quantized").ratio == pytest.approx(1.0, abs=0.01)
     with pytest.raises(CheckpointNotFoundError):
         workload_of_checkpoint(tmp_path / "nothing")

@@ -18,7 +18,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 import dcp_nvcomp.maintenance.opening
-from dcp_nvcomp import NvcompWriter
+from dcp_nvcomp import NvcompWriter, tools
 from dcp_nvcomp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -29,8 +29,7 @@ from dcp_nvcomp.errors import (
     StorageError,
 )
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
-from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_checkpoint, clean_run
-from dcp_nvcomp.maintenance.recovery import recover_checkpoint
+from dcp_nvcomp.maintenance.cleaning import Cleaning, clean_run
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
@@ -106,20 +105,20 @@ def removed(found: Cleaning) -> set[str]:
 def test_orphans_go(path: Path) -> None:
     live = file_names(path)
     _, left = leave_save(path, seed=2)
-    found = clean_checkpoint(path)
+    found = tools.clean(path)
     assert removed(found) == left
     assert {orphan.kind for orphan in found.orphans} == {"data", "metadata"}
     assert all(orphan.age_seconds == pytest.approx(2 * 86400, abs=300) for orphan in found.orphans)
     assert (found.young, found.foreign, found.dry_run) == (0, (), False)
     assert file_names(path) == live
     assert loaded_seed(path) == 1
-    assert clean_checkpoint(path).orphans == ()
+    assert tools.clean(path).orphans == ()
 
 
 def test_dry_run_removes_nothing(path: Path) -> None:
     _, left = leave_save(path, seed=2)
     before = file_names(path)
-    found = clean_checkpoint(path, dry_run=True)
+    found = tools.clean(path, dry_run=True)
     assert removed(found) == left
     assert found.nbytes == sum((path / name).stat().st_size for name in left)
     assert file_names(path) == before
@@ -162,7 +161,7 @@ NOT_OURS = [
 def test_only_our_names_go(path: Path) -> None:
     live = file_names(path)
     put(path, *ORPHANS, *NOT_OURS)
-    found = clean_checkpoint(path)
+    found = tools.clean(path)
     assert removed(found) == set(ORPHANS)
     assert file_names(path) == live | set(NOT_OURS)
     assert found.foreign == ("__0_0.distcp", "__3_1.distcp")
@@ -174,7 +173,7 @@ def test_directories_and_links_stay(path: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_bytes(b"x")
     link.symlink_to(tmp_path / "elsewhere")
     make_old(folder, tmp_path / "elsewhere")
-    assert clean_checkpoint(path).orphans == ()
+    assert tools.clean(path).orphans == ()
     assert folder.exists()
     assert link.exists()
 
@@ -183,7 +182,7 @@ def test_directories_and_links_stay(path: Path, tmp_path: Path) -> None:
 def test_age(path: Path, hours: float) -> None:
     (old,) = put(path, data_name(), days=(hours + 0.05) / 24)
     (young,) = put(path, data_name(), days=(hours - 0.05) / 24)
-    found = clean_checkpoint(path, older_than_seconds=hours * HOUR)
+    found = tools.clean(path, older_than_seconds=hours * HOUR)
     assert (removed(found), found.young) == ({old.name}, 1)
     assert young.exists()
     assert not old.exists()
@@ -192,11 +191,11 @@ def test_age(path: Path, hours: float) -> None:
 def test_age_is_by_the_storages_clock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file,) = put(path, data_name(), days=0.5)
     monkeypatch.setattr(time, "time", lambda: 4e9)  # this machine's clock is far ahead
-    assert clean_checkpoint(path).young == 1
+    assert tools.clean(path).young == 1
     monkeypatch.undo()
     now = time.time()
     monkeypatch.setattr(PosixFilesystem, "now_seconds", lambda self: now + 86400)
-    assert removed(clean_checkpoint(path)) == {file.name}
+    assert removed(tools.clean(path)) == {file.name}
 
 
 def test_no_age_no_removal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +207,7 @@ def test_no_age_no_removal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return [type(one)(one.name, one.nbytes, None) for one in real(self)]
 
     monkeypatch.setattr(PosixFilesystem, "list_files", list_files)
-    assert clean_checkpoint(path).orphans == ()
+    assert tools.clean(path).orphans == ()
     assert file.exists()
 
 
@@ -218,7 +217,7 @@ def test_a_rank_writes_for_long(path: Path) -> None:
     put(path, *(data_name(3, number, file_id) for number in range(3)))
     put(path, data_name(3, 3, file_id), days=0)
     (dead,) = put(path, data_name(3, 0))
-    found = clean_checkpoint(path)
+    found = tools.clean(path)
     assert (removed(found), found.young) == ({dead.name}, 4)
 
 
@@ -235,10 +234,10 @@ def test_a_save_about_to_publish_protects_the_files_of_all_ranks(path: Path) -> 
     for index, ((name, *rest), number) in list(metadata.storage_data.items()):
         metadata.storage_data[index] = ((name.replace(save_id, other_id), *rest), number)
     (path / f"__{save_id}.metadata").write_bytes(serialize_metadata(metadata))
-    found = clean_checkpoint(path)
+    found = tools.clean(path)
     assert (found.orphans, found.young) == ((), len(left))
     make_old(path / f"__{save_id}.metadata")
-    assert len(clean_checkpoint(path).orphans) == len(left)
+    assert len(tools.clean(path).orphans) == len(left)
 
 
 def test_young_copy_that_can_not_be_read(path: Path) -> None:
@@ -247,7 +246,7 @@ def test_young_copy_that_can_not_be_read(path: Path) -> None:
     put(path, f"__{new_id()}.metadata", days=0)
     before = file_names(path)
     with pytest.raises(MetadataError):
-        clean_checkpoint(path)
+        tools.clean(path)
     assert file_names(path) == before
 
 
@@ -258,7 +257,7 @@ def refused(path: Path, error: type[Exception], message: str | None = None) -> N
     put(path, data_name())
     before = file_names(path)
     with pytest.raises(error, match=message):
-        clean_checkpoint(path)
+        tools.clean(path)
     status, output, errors = run("clean", str(path))
     assert (status, output, errors.count("\n")) == (1, "", 1)
     assert errors.startswith("Error: ")
@@ -277,10 +276,10 @@ def test_metadata_was_lost(path: Path) -> None:
     assert "removed 1 orphan," in output
     assert f"Kept save {save_id}: there is no `.metadata`, but `dcp-nvcomp recover` can bring it back." in output
     assert file_names(path) == live
-    assert clean_checkpoint(path).recoverable == (save_id,)
-    assert recover_checkpoint(path).outcome == "recovered"
+    assert tools.clean(path).recoverable == (save_id,)
+    assert tools.recover(path).outcome == "recovered"
     assert loaded_seed(path) == 1
-    assert clean_checkpoint(path).recoverable == ()
+    assert tools.clean(path).recoverable == ()
 
 
 @pytest.mark.usefixtures("later")
@@ -289,7 +288,7 @@ def test_a_young_save_without_a_root_stays(empty: Path) -> None:
     put(empty, data_name(0, 0, file_id), data_name(1, 0, file_id))
     put(empty, data_name(1, 1, file_id), f".metadata.{new_id()}.tmp", days=-9.5)
     before = file_names(empty)
-    found = clean_checkpoint(empty)
+    found = tools.clean(empty)
     assert (found.orphans, found.young) == ((), 4)
     assert file_names(empty) == before
 
@@ -299,14 +298,14 @@ def test_a_young_save_without_a_root_stays(empty: Path) -> None:
 def test_the_first_save_died(empty: Path, files: int) -> None:
     """The usual layout, a directory for each step: no root was ever there."""
     left = put(empty, *(data_name(rank) for rank in range(files)))
-    found = clean_checkpoint(empty, dry_run=True)
+    found = tools.clean(empty, dry_run=True)
     assert removed(found) == {file.name for file in left} == file_names(empty)
     status, output, errors = run("clean", str(empty))
     assert (status, errors) == (0, "")
     assert f"removed {files} orphan" in output
     assert file_names(empty) == set()
     with pytest.raises(CheckpointNotFoundError):
-        clean_checkpoint(empty)
+        tools.clean(empty)
 
 
 @pytest.mark.usefixtures("later")
@@ -329,7 +328,7 @@ def test_a_young_copy_misses_a_file_and_no_root(empty: Path) -> None:
     make_old(empty / f"__{save_id}.metadata", days=-9.5)
     next(empty.glob("*.distcp")).unlink()
     (dead,) = put(empty, data_name())
-    found = clean_checkpoint(empty)
+    found = tools.clean(empty)
     assert (removed(found), found.young) == ({dead.name}, len(left) - 1)
     assert found.recoverable == ()
 
@@ -343,11 +342,11 @@ def test_a_restore_in_progress(path: Path, tmp_path: Path, first: str) -> None:
     for file in [data_file(path), copy] if first == "data" else [copy]:
         shutil.copy2(file, restored)
         before = file_names(restored)
-        assert clean_checkpoint(restored).orphans == ()
+        assert tools.clean(restored).orphans == ()
         assert [one.orphans for one in clean_run(restored).checkpoints] == [()]
         assert file_names(restored) == before
     shutil.copy2(data_file(path), restored)
-    assert recover_checkpoint(restored).outcome == "recovered"
+    assert tools.recover(restored).outcome == "recovered"
     assert loaded_seed(restored) == 1
 
 
@@ -362,9 +361,9 @@ def test_files_of_stock_dcp_without_a_root(empty: Path) -> None:
     """They may be anything."""
     put(empty, "__0_0.distcp")
     with pytest.raises(IncompleteCheckpointError):
-        clean_checkpoint(empty)
+        tools.clean(empty)
     (ours,) = put(empty, data_name())
-    found = clean_checkpoint(empty)
+    found = tools.clean(empty)
     assert (removed(found), found.foreign) == ({ours.name}, ("__0_0.distcp",))
     assert file_names(empty) == {"__0_0.distcp"}
 
@@ -383,14 +382,14 @@ def test_the_first_save_publishes_meanwhile(empty: Path, monkeypatch: pytest.Mon
         publish_old(empty, save_id)
 
     between(monkeypatch, "list_files", 2, publish, before=True)
-    assert removed(clean_checkpoint(empty)) == set()
+    assert removed(tools.clean(empty)) == set()
     assert left <= file_names(empty)
     assert loaded_seed(empty) == 2
 
 
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint here"):
-        clean_checkpoint(tmp_path / "nothing")
+        tools.clean(tmp_path / "nothing")
     assert not (tmp_path / "nothing").exists()
 
 
@@ -420,13 +419,13 @@ def test_metadata_of_ranks_counts_as_roots(tmp_path: Path) -> None:
     live = file_names(path)
     _, left = leave_save(path, seed=2)
     make_old(*path.iterdir())
-    assert removed(clean_checkpoint(path)) == left
+    assert removed(tools.clean(path)) == left
     assert file_names(path) == live
     # and beside `.metadata`: both stay
     save_model(path, seed=3)
     make_old(*path.iterdir())
     live = file_names(path)
-    assert clean_checkpoint(path).orphans == ()
+    assert tools.clean(path).orphans == ()
     assert file_names(path) == live
 
 
@@ -440,7 +439,7 @@ def test_stock_checkpoint_is_a_root(tmp_path: Path) -> None:
     assert len(ours) == 2
     make_old(*path.iterdir())
     live = file_names(path) - ours
-    found = clean_checkpoint(path)
+    found = tools.clean(path)
     assert removed(found) == ours
     assert found.foreign == ("__9_9.distcp",)
     assert file_names(path) == live
@@ -489,7 +488,7 @@ def test_a_publish_between_two_steps(
     save_id, left = leave_save(path, seed=2)
     (dead,) = put(path, data_name())
     between(monkeypatch, method, call, lambda: publish_old(path, save_id), before=before)
-    found = clean_checkpoint(path)
+    found = tools.clean(path)
     assert dead.name in removed(found)
     assert not left & removed(found)
     assert loaded_seed(path) == 2
@@ -503,7 +502,7 @@ def test_a_save_is_about_to_publish_meanwhile(path: Path, monkeypatch: pytest.Mo
     copy.unlink()
     (dead,) = put(path, data_name())
     between(monkeypatch, "list_files", 2, lambda: copy.write_bytes(data), before=True)
-    assert removed(clean_checkpoint(path)) == {dead.name}
+    assert removed(tools.clean(path)) == {dead.name}
     assert left <= file_names(path)
 
 
@@ -511,7 +510,7 @@ def test_an_overwrite_during_the_first_look(path: Path, monkeypatch: pytest.Monk
     """It removes what was listed, and what `.metadata` named when it was read."""
     (dead,) = put(path, data_name())
     between(monkeypatch, "list_files", 1, lambda: save_model(path, seed=5), before=False)
-    assert removed(clean_checkpoint(path)) == {dead.name}
+    assert removed(tools.clean(path)) == {dead.name}
     assert loaded_seed(path) == 5
 
 
@@ -520,7 +519,7 @@ def test_an_overwrite_after_the_roots_were_read(path: Path, monkeypatch: pytest.
     (dead,) = put(path, data_name())
     shutil.move(data_file_of(path), path.parent / "hidden")
     between(monkeypatch, "file_nbytes", 2, lambda: save_model(path, seed=5), before=False)
-    assert removed(clean_checkpoint(path)) == {dead.name}
+    assert removed(tools.clean(path)) == {dead.name}
     assert loaded_seed(path) == 5
 
 
@@ -534,7 +533,7 @@ def test_the_checkpoint_breaks_before_removing(path: Path, monkeypatch: pytest.M
     (dead,) = put(path, data_name())
     between(monkeypatch, "list_files", 2, lambda: flip(path / ".metadata", 0, 0xFF), before=True)
     with pytest.raises(MetadataError):
-        clean_checkpoint(path)
+        tools.clean(path)
     assert dead.exists()
 
 
@@ -550,7 +549,7 @@ def test_metadata_goes_before_the_files_that_it_names(path: Path, monkeypatch: p
         real(self, gone)
 
     monkeypatch.setattr(PosixFilesystem, "remove", remove)
-    clean_checkpoint(path)
+    tools.clean(path)
     kinds = [name.rpartition(".")[2] for name in order]
     assert kinds == sorted(kinds, reverse=True)
     assert set(kinds) == {"metadata", "distcp"}
@@ -602,7 +601,7 @@ def test_random_history(tmp_path: Path, seed: int) -> None:
         if draw.random() < 0.5:
             before = file_names(path)
             assert dead <= before
-            found = clean_checkpoint(path)
+            found = tools.clean(path)
             assert removed(found) == dead == before - file_names(path)
             assert found.young == len(young)
             dead = set()
@@ -610,7 +609,7 @@ def test_random_history(tmp_path: Path, seed: int) -> None:
             make_old(*(path / name for name in young))
             dead, young = dead | young, set()
         assert loaded_seed(path) == current
-    assert removed(clean_checkpoint(path)) == dead
+    assert removed(tools.clean(path)) == dead
     assert foreign <= file_names(path)
     assert loaded_seed(path) == current
 
@@ -638,7 +637,7 @@ def test_uploads_on_s3(any_s3_store: S3Store, monkeypatch: pytest.MonkeyPatch) -
         return [type(upload)(upload.name, upload.upload_id, seconds[upload.name]) for upload in real(self)]
 
     monkeypatch.setattr(type(filesystem), "list_uploads", aged)
-    found = clean_checkpoint(url, storage_options=options)
+    found = tools.clean(url, storage_options=options)
     assert {(orphan.kind, orphan.name) for orphan in found.orphans} == {("upload", name) for name in dead}
     assert found.young == 2
     assert {upload.name for upload in filesystem.list_uploads()} == {*young, foreign}
@@ -654,13 +653,13 @@ def test_the_first_save_died_on_s3(any_s3_store: S3Store, monkeypatch: pytest.Mo
     later = filesystem.now_seconds() + 2e5
     monkeypatch.setattr(type(filesystem), "now_seconds", lambda self: later)
     filesystem.publish(data_name(), b"12345")
-    found = clean_checkpoint(url, storage_options=options)
+    found = tools.clean(url, storage_options=options)
     assert sorted(orphan.kind for orphan in found.orphans) == ["data", "upload"]
     assert (filesystem.list_names(), filesystem.list_uploads()) == ([], [])
     leave_upload(filesystem, data_name())
-    assert len(clean_checkpoint(url, storage_options=options).orphans) == 1
+    assert len(tools.clean(url, storage_options=options).orphans) == 1
     with pytest.raises(CheckpointNotFoundError):
-        clean_checkpoint(url, storage_options=options)
+        tools.clean(url, storage_options=options)
 
 
 def test_uploads_that_may_not_be_listed(
@@ -676,7 +675,7 @@ def test_uploads_that_may_not_be_listed(
         raise error
 
     monkeypatch.setattr(type(filesystem), "list_uploads", refuse)
-    assert clean_checkpoint(url, storage_options=options).orphans == ()
+    assert tools.clean(url, storage_options=options).orphans == ()
     assert "Unfinished uploads were not looked for" in caplog.text
 
 
@@ -689,7 +688,7 @@ def test_who_may_not_write_may_look(path: Path, monkeypatch: pytest.MonkeyPatch)
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    assert [one.name for one in clean_checkpoint(path, dry_run=True).orphans] == [orphan.name]
+    assert [one.name for one in tools.clean(path, dry_run=True).orphans] == [orphan.name]
 
 
 # ---- a run: many checkpoints ----
@@ -823,7 +822,7 @@ def test_command(path: Path) -> None:
 
 def test_json(path: Path) -> None:
     leave_save(path, seed=2)
-    found = clean_checkpoint(path, dry_run=True)
+    found = tools.clean(path, dry_run=True)
     status, output, errors = run("clean", str(path), "--json", "--older-than", "12h")
     document = json.loads(output)
     assert (status, errors) == (0, "")
@@ -853,5 +852,5 @@ def test_ages_that_are_none(path: Path, age: str) -> None:
 def test_an_hour_is_the_least(path: Path, seconds: Any) -> None:
     (file,) = put(path, data_name())
     with pytest.raises(ConfigurationError, match="at least 3600"):
-        clean_checkpoint(path, older_than_seconds=seconds)
+        tools.clean(path, older_than_seconds=seconds)
     assert file.exists()

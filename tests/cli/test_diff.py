@@ -1,4 +1,4 @@
-"""`dcp-nvcomp diff` and `compare_checkpoints`: what differs between two checkpoints."""
+"""`dcp-nvcomp diff` and `tools.compare`: what differs between two checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import compare_checkpoints, convert, save
+from dcp_nvcomp import convert, save, tools
 from tests.checkpoints import save_stock
 from tests.cli.checkpoints import run
 
@@ -52,7 +52,7 @@ def paths(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_every_difference(paths: tuple[str, str]) -> None:
-    found = compare_checkpoints(*paths)
+    found = tools.compare(*paths)
     assert {one.fqn: one.kind for one in found.differences} == {
         "w": "values",
         "shape": "shape",
@@ -78,7 +78,7 @@ def test_equal_ones(paths: tuple[str, str], tmp_path: Path) -> None:
 def test_nan_that_came_or_went(tmp_path: Path) -> None:
     save({"w": torch.zeros(2)}, tmp_path / "a", no_dist=True)
     save({"w": torch.tensor([0.0, float("nan")])}, tmp_path / "b", no_dist=True)
-    (one,) = compare_checkpoints(tmp_path / "a", tmp_path / "b").differences
+    (one,) = tools.compare(tmp_path / "a", tmp_path / "b").differences
     assert one.max_difference is not None and math.isnan(one.max_difference)
     found = json.loads(diff(str(tmp_path / "a"), str(tmp_path / "b"), "--json")[1])
     assert found["differences"][0]["max_difference"] == "nan"
@@ -96,7 +96,7 @@ def test_the_table_and_keys_only(paths: tuple[str, str]) -> None:
 
 def test_progress(paths: tuple[str, str]) -> None:
     calls: list[tuple[int, int]] = []
-    compare_checkpoints(*paths, progress=lambda done, total: calls.append((done, total)))
+    tools.compare(*paths, progress=lambda done, total: calls.append((done, total)))
     assert calls[-1][0] == calls[-1][1] > 0
 
 
@@ -107,8 +107,8 @@ def differences(tmp_path: Path, one: Any, other: Any) -> tuple[Any, ...]:
             convert(tmp_path / "x.pt", tmp_path / name)
         else:
             save({"x": value}, tmp_path / name, no_dist=True)
-        assert compare_checkpoints(tmp_path / name, tmp_path / name).is_equal
-    return compare_checkpoints(tmp_path / "a", tmp_path / "b").differences
+        assert tools.compare(tmp_path / name, tmp_path / name).is_equal
+    return tools.compare(tmp_path / "a", tmp_path / "b").differences
 
 
 def middle(value: float) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dcp_nvcomp.maintenance import environment
 
 
 def test_info() -> None:
-    found = dcp_nvcomp.info()
+    found = dcp_nvcomp.tools.info()
     assert found.versions["dcp-nvcomp"] == dcp_nvcomp.__version__
     assert found.versions["torch"]
     assert found.cpu.startswith("available")

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint._extension import ZStandard
 
+from dcp_nvcomp import tools
 from dcp_nvcomp.cli.common import parse_storage_options
 from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
@@ -27,7 +28,6 @@ from dcp_nvcomp.errors import (
     StorageError,
     TruncatedFileError,
 )
-from dcp_nvcomp.maintenance.inspection import inspect_checkpoint
 from dcp_nvcomp.saving.stats import SaveStats, Totals
 from tests.checkpoints import data_file, flip, save, save_stock
 from tests.cli.checkpoints import run as run_command
@@ -71,7 +71,7 @@ run = partial(run_command, "inspect")
 
 def test_sizes_are_those_that_the_save_told(saved: tuple[Path, SaveStats]) -> None:
     path, stats = saved
-    found = inspect_checkpoint(path)
+    found = tools.inspect(path)
     assert (found.layout, found.save_id) == ("dcp_nvcomp", stats.save_id)
     assert found.by_codec == stats.by_codec
     assert found.by_dtype == stats.by_dtype
@@ -81,7 +81,7 @@ def test_sizes_are_those_that_the_save_told(saved: tuple[Path, SaveStats]) -> No
 
 
 def test_items(saved: tuple[Path, SaveStats]) -> None:
-    items = {item.fqn: item for item in inspect_checkpoint(saved[0]).items}
+    items = {item.fqn: item for item in tools.inspect(saved[0]).items}
     table = items["table"]
     assert (table.kind, table.dtype, table.shape, table.packed) == ("tensor", "float32", (300, 200), False)
     assert (table.totals.records, table.totals.uncompressed_nbytes) == (1, 240_000)
@@ -94,14 +94,14 @@ def test_items(saved: tuple[Path, SaveStats]) -> None:
 
 
 def test_keys_come_in_natural_order(saved: tuple[Path, SaveStats]) -> None:
-    fqns = [item.fqn for item in inspect_checkpoint(saved[0]).items]
+    fqns = [item.fqn for item in tools.inspect(saved[0]).items]
     assert [fqn for fqn in fqns if "layers" in fqn] == [f"model.layers.{i}.weight" for i in (0, 2, 10)]
 
 
 def test_shares_of_a_pack_add_up(tmp_path: Path) -> None:
     tensors = {f"{i:02}": torch.arange(i + 1, dtype=torch.int64) for i in range(30)}
     save(tmp_path / "c", tensors)
-    found = inspect_checkpoint(tmp_path / "c")
+    found = tools.inspect(tmp_path / "c")
     assert all(item.packed for item in found.items)
     assert found.totals.uncompressed_nbytes == 8 * 30 * 31 // 2
     (file,) = found.files
@@ -133,7 +133,7 @@ def test_json(saved: tuple[Path, SaveStats]) -> None:
     status, output, errors = run(str(path), "--json")
     assert (status, errors) == (0, "")
     document = json.loads(output)
-    assert document == inspect_checkpoint(path).to_json()
+    assert document == tools.inspect(path).to_json()
     assert list(document) == [
         "schema", "checkpoint", "layout", "save_id", "totals", "by_dtype", "by_codec", "items", "files"
     ]  # fmt: skip
@@ -157,15 +157,15 @@ def test_json(saved: tuple[Path, SaveStats]) -> None:
 
 def test_only_metadata_and_footers_are_read(copy: Path) -> None:
     file = data_file(copy)
-    (described,) = inspect_checkpoint(copy).files
+    (described,) = tools.inspect(copy).files
     with file.open("r+b") as stream:
         stream.write(bytes(described.nbytes - described.footer_nbytes - 40))  # header and payloads
-    assert inspect_checkpoint(copy).files == (described,)
+    assert tools.inspect(copy).files == (described,)
 
 
 def test_several_files(tmp_path: Path) -> None:
     save(tmp_path / "c", every_kind(), single_file_per_rank=False, thread_count=3)
-    found = inspect_checkpoint(tmp_path / "c")
+    found = tools.inspect(tmp_path / "c")
     assert len(found.files) > 1
     assert found.totals.records == len(found.items) == 10
 
@@ -177,7 +177,7 @@ def test_several_files(tmp_path: Path) -> None:
 def test_stock_checkpoint(extensions: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "stock"
     save_stock(path, every_kind(), _extensions=extensions)
-    found = inspect_checkpoint(path)
+    found = tools.inspect(path)
     codec = "stock-zstd" if extensions else "stock"
     assert (found.layout, list(found.by_codec)) == ("stock", [codec])
     items = {item.fqn: item for item in found.items}
@@ -197,7 +197,7 @@ def test_missing_stock_file(tmp_path: Path) -> None:
     save_stock(path, every_kind())
     data_file(path).unlink()
     with pytest.raises(StorageError, match="missing"):
-        inspect_checkpoint(path)
+        tools.inspect(path)
 
 
 # ---- how it fails ----
@@ -205,7 +205,7 @@ def test_missing_stock_file(tmp_path: Path) -> None:
 
 def refused(copy: Path, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        inspect_checkpoint(copy)
+        tools.inspect(copy)
     status, output, errors = run(str(copy))
     assert (status, output) == (1, "")
     assert re.fullmatch(rf"Error: .*{message}.*\n", errors)
@@ -302,7 +302,7 @@ def test_unknown_storage_option(saved: tuple[Path, SaveStats]) -> None:
 @pytest.mark.parametrize("name", ["path", "verify", "storage_options"])
 def test_options_of_the_reader_are_not_storage_options(name: str, saved: tuple[Path, SaveStats]) -> None:
     with pytest.raises(ConfigurationError, match="not an option of the storage"):
-        inspect_checkpoint(saved[0], storage_options={name: "x"})
+        tools.inspect(saved[0], storage_options={name: "x"})
 
 
 # ---- from outside ----

@@ -14,8 +14,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dcp_nvcomp import CheckpointNotFoundError, Keep, list_run, prune_run, save
+from dcp_nvcomp import CheckpointNotFoundError, Keep, save
 from dcp_nvcomp.cli.app import app
+from dcp_nvcomp.runs import list_run, prune_run
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import save_stock
 from tests.cli.checkpoints import run as run_command
@@ -91,7 +92,7 @@ def test_of_what_was_seen_complete_a_few_kb_are_read(run: Path, monkeypatch: pyt
 def test_if_all_were_seen_no_torch_is_imported(tmp_path: Path) -> None:
     save(STATE, tmp_path / "step-1", no_dist=True)
     prune_run(tmp_path, Keep())
-    listing = "import sys, dcp_nvcomp; dcp_nvcomp.list_run(sys.argv[1]); assert 'torch' not in sys.modules"
+    listing = "import sys, dcp_nvcomp; dcp_nvcomp.runs.list_run(sys.argv[1]); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", listing, str(tmp_path)], check=True)
 
 

@@ -16,11 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 import dcp_nvcomp.maintenance.recovery
-from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp import NvcompReader, NvcompWriter, tools
 from dcp_nvcomp.errors import CheckpointNotFoundError, ConcurrentSaveError, ConfigurationError, StorageError
-from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
-from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery, recover_checkpoint
-from dcp_nvcomp.maintenance.verify import verify_checkpoint
+from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import data_file, file_names, flip, save_stock
 from tests.cli.checkpoints import loaded_seed, make_old, model_state, new_id, run, save_model
@@ -55,7 +53,7 @@ def leave_orphans(path: Path, seed: int) -> str:
 def refused(path: Path, outcome: str, save_id: str | None = None) -> Recovery:
     """Nothing is changed, and the command says so with status 1."""
     before = contents(path)
-    found = recover_checkpoint(path, save_id=save_id)
+    found = tools.recover(path, save_id=save_id)
     assert found.outcome == outcome
     status, output, errors = run("recover", str(path), *(["--save-id", save_id] if save_id else []))
     assert (status, errors) == (1, "")
@@ -103,7 +101,7 @@ def test_damaged_metadata(path: Path, damage: str) -> None:
     (path / ".metadata").write_bytes(spoiled[damage])
     with pytest.raises(CheckpointException):
         loaded_seed(path)
-    found = recover_checkpoint(path)
+    found = tools.recover(path)
     assert (found.outcome, found.save_id) == (RECOVERED, stats.save_id)
     assert contents(path) == before
     assert loaded_seed(path) == 4
@@ -114,7 +112,7 @@ def test_on_s3(any_s3_store: S3Store) -> None:
     stats = save_model(url, seed=5, **options)
     fs, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
     fs.rm_file(f"{root}/.metadata")
-    found = recover_checkpoint(url, storage_options=options)
+    found = tools.recover(url, storage_options=options)
     assert (found.outcome, found.save_id) == (RECOVERED, stats.save_id)
     (candidate,) = found.candidates
     assert candidate.modified_seconds == pytest.approx(time.time(), abs=300)
@@ -131,7 +129,7 @@ def test_a_stock_checkpoint_that_was_moved_aside(path: Path, cleaned: bool) -> N
     (path / torn).write_bytes(before[".metadata"][:100])
     make_old(path / torn)
     if cleaned:
-        found = clean_checkpoint(path)
+        found = tools.clean(path)
         assert ([one.name for one in found.orphans], found.recoverable) == ([torn], (aside,))
         assert found.foreign == ()
         status, output, errors = run("clean", str(path))
@@ -142,7 +140,7 @@ def test_a_stock_checkpoint_that_was_moved_aside(path: Path, cleaned: bool) -> N
     assert "Published the checkpoint of stock DCP as .metadata again." in output
     assert loaded_seed(path) == 3
     make_old(*path.iterdir())
-    clean_checkpoint(path)
+    tools.clean(path)
     assert contents(path) == before
 
 
@@ -155,14 +153,14 @@ def test_a_killed_save_over_a_stock_checkpoint(path: Path) -> None:
     aside = move_aside(path)
     shutil.copy(path / f"__{new}.metadata", path / f".metadata.{new_id()}.tmp")  # it was to become `.metadata`
     make_old(*path.iterdir())
-    found = clean_checkpoint(path)
+    found = tools.clean(path)
     assert set(found.recoverable) == {new, aside}
     assert [one.kind for one in found.orphans] == ["temporary"]
     assert file_names(path) > stock | {aside, f"__{new}.metadata"}
     listed = refused(path, AMBIGUOUS)
     assert {one.save_id for one in listed.candidates} == {new, aside}
     for save_id, seed in ((aside, 1), (new, 2)):
-        done = recover_checkpoint(path, save_id=save_id)
+        done = tools.recover(path, save_id=save_id)
         assert (done.outcome, done.save_id) == (RECOVERED, None if save_id == aside else new)
         assert loaded_seed(path) == seed
         (path / ".metadata").unlink()
@@ -174,8 +172,8 @@ def test_a_save_of_ours_whose_copy_is_gone_was_moved_aside(path: Path) -> None:
     (path / f"__{save_id}.metadata").unlink()
     before = file_names(path)
     move_aside(path)
-    assert clean_checkpoint(path).recoverable == (save_id,)
-    found = recover_checkpoint(path, save_id=save_id)
+    assert tools.clean(path).recoverable == (save_id,)
+    found = tools.recover(path, save_id=save_id)
     assert (found.outcome, found.save_id) == (RECOVERED, save_id)
     assert before <= file_names(path)
     assert loaded_seed(path) == 3
@@ -189,7 +187,7 @@ def test_what_was_moved_aside_misses_a_file(path: Path) -> None:
     gone.unlink()
     found = refused(path, IMPOSSIBLE)
     assert [(one.save_id, one.problems) for one in found.candidates] == [(aside, (f"{gone.name} is missing.",))]
-    assert clean_checkpoint(path).orphans == ()
+    assert tools.clean(path).orphans == ()
 
 
 @pytest.mark.usefixtures("later")
@@ -199,7 +197,7 @@ def test_what_was_moved_aside_asks_for_a_global(path: Path) -> None:
     aside = move_aside(path)
     (path / aside).write_bytes(pickle.dumps(print))
     make_old(path / aside)
-    assert clean_checkpoint(path).orphans == ()
+    assert tools.clean(path).orphans == ()
     assert aside in file_names(path)
     assert refused(path, IMPOSSIBLE).candidates[0].save_id == aside
 
@@ -213,7 +211,7 @@ def test_the_only_complete_save_is_taken(path: Path, broken: str) -> None:
         next(path.glob(f"*_{other}.distcp")).unlink()
     else:
         flip(path / f"__{other}.metadata", 30)
-    found = recover_checkpoint(path)
+    found = tools.recover(path)
     assert (found.outcome, found.save_id) == (RECOVERED, stats.save_id)
     assert {one.save_id: one.is_complete for one in found.candidates} == {stats.save_id: True, other: False}
     assert loaded_seed(path) == 1
@@ -301,7 +299,7 @@ def test_a_copy_under_another_name(path: Path) -> None:
 def test_nothing_at_all(path: Path) -> None:
     path.mkdir()
     with pytest.raises(CheckpointNotFoundError):
-        recover_checkpoint(path)
+        tools.recover(path)
     status, output, errors = run("recover", str(path))
     assert (status, output, errors.count("\n")) == (1, "", 1)
 
@@ -310,7 +308,7 @@ def test_nothing_at_all(path: Path) -> None:
 def test_a_save_id_that_is_none(path: Path, save_id: str) -> None:
     save_model(path)
     with pytest.raises(ConfigurationError, match="32 hexadecimal digits"):
-        recover_checkpoint(path, save_id=save_id)
+        tools.recover(path, save_id=save_id)
     assert run("recover", str(path), "--save-id", save_id)[0] == 2
 
 
@@ -321,7 +319,7 @@ def test_a_good_checkpoint_is_left_alone(path: Path) -> None:
     stats = save_model(path, seed=1)
     before = contents(path)
     for save_id in (None, stats.save_id):
-        found = recover_checkpoint(path, save_id=save_id)
+        found = tools.recover(path, save_id=save_id)
         assert (found.outcome, found.save_id, found.candidates) == (INTACT, stats.save_id, ())
     status, output, _ = run("recover", str(path))
     assert (status, contents(path)) == (0, before)
@@ -367,7 +365,7 @@ def _of_ranks(path: Path) -> str:
 def test_what_may_be_good_is_replaced_only_by_name(path: Path, make: Callable[[Path], str]) -> None:
     save_id = make(path)
     refused(path, AMBIGUOUS)
-    assert recover_checkpoint(path, save_id=save_id).outcome == RECOVERED
+    assert tools.recover(path, save_id=save_id).outcome == RECOVERED
     assert loaded_seed(path) == 2
 
 
@@ -388,9 +386,9 @@ def test_a_stock_checkpoint_whose_metadata_was_flipped_on_the_way(path: Path, mo
 
     monkeypatch.setattr(PosixFilesystem, "read_all", read_all)
     for look in (
-        lambda: recover_checkpoint(path).outcome == INTACT,
-        lambda: verify_checkpoint(path).is_sound,
-        lambda: clean_checkpoint(path).orphans == (),
+        lambda: tools.recover(path).outcome == INTACT,
+        lambda: tools.verify(path).is_sound,
+        lambda: tools.clean(path).orphans == (),
         lambda: loaded_seed(path) == 1,
     ):
         flips.clear()
@@ -400,7 +398,7 @@ def test_a_stock_checkpoint_whose_metadata_was_flipped_on_the_way(path: Path, mo
 
 def test_stock(path: Path) -> None:
     save_stock(path, model_state(1))
-    assert recover_checkpoint(path).outcome == INTACT
+    assert tools.recover(path).outcome == INTACT
     data_file(path).unlink()
     assert "is missing" in refused(path, IMPOSSIBLE).reason
 
@@ -421,7 +419,7 @@ def test_trouble_with_the_storage_is_not_damage(path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(PosixFilesystem, "read_all", read_all)
     with pytest.raises(StorageError, match="network is down"):
-        recover_checkpoint(path)
+        tools.recover(path)
     assert contents(path) == before
 
 
@@ -441,5 +439,5 @@ def test_a_save_publishes_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(dcp_nvcomp.maintenance.recovery, "_publish", late)
     with pytest.raises(ConcurrentSaveError):
-        recover_checkpoint(path)
+        tools.recover(path)
     assert loaded_seed(path) == 2

@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from dcp_nvcomp import NvcompWriter
+from dcp_nvcomp import NvcompWriter, tools
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, StorageError
 from dcp_nvcomp.format.framing import Tables
 from dcp_nvcomp.maintenance.findings import ERROR, WARNING
-from dcp_nvcomp.maintenance.verify import Verification, verify_checkpoint
+from dcp_nvcomp.maintenance.verify import Verification
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import data_file, file_names, flip, save_stock
 from tests.cli.checkpoints import change_footer, change_metadata, model_state, run, save_model
@@ -56,7 +56,7 @@ def footer_offset(path: Path) -> int:
 @pytest.mark.parametrize("full", [False, True])
 def test_sound(saved: Path, full: bool) -> None:
     seen: list[tuple[int, int]] = []
-    found = verify_checkpoint(saved, full=full, progress=lambda done, total: seen.append((done, total)))
+    found = tools.verify(saved, full=full, progress=lambda done, total: seen.append((done, total)))
     nbytes = data_file(saved).stat().st_size
     assert (found.findings, found.is_sound, found.undecoded_blocks) == ((), True, 0)
     assert (found.files, found.nbytes, found.layout, found.full) == (1, nbytes, "dcp_nvcomp", full)
@@ -75,7 +75,7 @@ def test_json(copy: Path) -> None:
     status, output, _ = run("verify", str(copy), "--json")
     document = json.loads(output)
     assert status == 1
-    assert document == verify_checkpoint(copy).to_json()
+    assert document == tools.verify(copy).to_json()
     assert (document["schema"], document["sound"]) == (1, False)
     (finding,) = document["findings"]
     assert set(finding) == {"severity", "what", "file", "fqns", "byte_range"}
@@ -98,20 +98,20 @@ def test_usage() -> None:
 def test_on_s3(any_s3_store: S3Store) -> None:
     url, options = any_s3_store
     save_model(url, **options)
-    assert verify_checkpoint(url, full=True, storage_options=options).findings == ()
+    assert tools.verify(url, full=True, storage_options=options).findings == ()
 
 
 def test_large_blocks(tmp_path: Path) -> None:
     """Several reads, blocks of more than one row, a record that begins at a multiple of 4096."""
     content = {"w": torch.randn(1 << 20, 6), "small": torch.ones(3)}
     dcp.save(content, storage_writer=NvcompWriter(tmp_path, engine="cpu"), no_dist=True)
-    found = verify_checkpoint(tmp_path, full=True)
+    found = tools.verify(tmp_path, full=True)
     assert found.findings == ()
     assert found.nbytes == data_file(tmp_path).stat().st_size > 16 << 20
     bad = [1 << 20, 9 << 20, 17 << 20]
     for offset in bad:
         flip(data_file(tmp_path), offset)
-    found = verify_checkpoint(tmp_path)
+    found = tools.verify(tmp_path)
     ranges = [finding.byte_range for finding in found.findings]
     assert len(ranges) == 3
     assert all(span is not None and span[0] <= at < span[1] for span, at in zip(ranges, bad, strict=True))
@@ -123,7 +123,7 @@ def test_large_blocks(tmp_path: Path) -> None:
 
 def verified(path: Path, *, full: bool = False) -> Verification:
     """The findings, which the command must tell too."""
-    found = verify_checkpoint(path, full=full)
+    found = tools.verify(path, full=full)
     status, output, _ = run("verify", str(path), *(["--full"] if full else []))
     assert status == (0 if found.is_sound else 1)
     lines = output.splitlines()
@@ -224,7 +224,7 @@ def test_metadata_that_names_no_save(copy: Path) -> None:
 def test_unreadable_metadata(copy: Path) -> None:
     (copy / ".metadata").write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError):
-        verify_checkpoint(copy)
+        tools.verify(copy)
     status, output, errors = run("verify", str(copy))
     assert (status, output, errors.count("\n")) == (1, "", 1)
 
@@ -345,7 +345,7 @@ def test_what_fails_is_read_again(saved: Path, monkeypatch: pytest.MonkeyPatch, 
         return bytes(data)
 
     monkeypatch.setattr(PosixFilesystem, "read", read)
-    found = verify_checkpoint(saved, thread_count=1)
+    found = tools.verify(saved, thread_count=1)
     assert failures == [max(0, times - 2)]
     assert found.is_sound == (times == 1)
 
@@ -360,7 +360,7 @@ def test_a_block_that_can_not_be_read(saved: Path, monkeypatch: pytest.MonkeyPat
         return real(self, name, start, stop)
 
     monkeypatch.setattr(PosixFilesystem, "read", read)
-    found = verify_checkpoint(saved)
+    found = tools.verify(saved)
     (finding,) = found.findings
     assert (finding.what, found.blocks) == ("bad sector", 4)
     assert finding.byte_range is not None
@@ -378,8 +378,8 @@ def test_replaced_meanwhile(saved: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(PosixFilesystem, "read", read)
     with pytest.raises(CheckpointReplacedError, match="verify again"):
-        verify_checkpoint(path)
-    assert verify_checkpoint(path).findings == ()
+        tools.verify(path)
+    assert tools.verify(path).findings == ()
 
 
 # ---- other layouts ----
@@ -445,7 +445,7 @@ def undetected(path: Path, file: Path, offsets: Sequence[int], mask: int) -> lis
     for offset in offsets:
         file.write_bytes(data[:offset] + bytes([data[offset] ^ mask]) + data[offset + 1 :])
         try:
-            if not verify_checkpoint(path, thread_count=1).findings:
+            if not tools.verify(path, thread_count=1).findings:
                 missed.append(offset)
         except CheckpointError:
             pass
@@ -464,7 +464,7 @@ def test_every_flipped_byte_is_found(copy: Path, pattern: str, step: int, mask: 
     nbytes = file.stat().st_size
     assert nbytes > 500
     assert undetected(copy, file, sampled(range(0, nbytes, step), 7), mask) == []
-    assert verify_checkpoint(copy).findings == ()
+    assert tools.verify(copy).findings == ()
 
 
 def test_a_key_without_a_name(tmp_path: Path) -> None:
@@ -482,8 +482,8 @@ def test_every_truncation_is_found(copy: Path) -> None:
         for nbytes in sampled(range(0, len(data), 97), 7):
             file.write_bytes(data[:nbytes])
             try:
-                assert not verify_checkpoint(copy).is_sound
+                assert not tools.verify(copy).is_sound
             except CheckpointError:
                 continue
         file.write_bytes(data)
-    assert verify_checkpoint(copy).findings == ()
+    assert tools.verify(copy).findings == ()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import NvcompWriter, UnknownCodecError
+from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs.base import (
     ELEMENT_TYPES,
@@ -28,7 +28,7 @@ from dcp_nvcomp.codecs.base import (
 )
 from dcp_nvcomp.codecs.registry import CODECS, check_chain
 from dcp_nvcomp.engines.tensors import plain_allocate
-from dcp_nvcomp.errors import ConfigurationError, CorruptDataError, FormatError
+from dcp_nvcomp.errors import ConfigurationError, CorruptDataError, FormatError, UnknownCodecError
 from dcp_nvcomp.loading import decoder
 from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import assert_loads, data_file, flip, save

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, inspect_checkpoint
+from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, tools
 from tests.checkpoints import file_names
 
 from .plugins import OURS, quiet_stock
@@ -67,7 +67,7 @@ def test_sizes_and_totals_mean_the_same_everywhere(tmp_path: Path) -> None:
     """The blocks alone; headers, footers and the gaps of alignment are in `stored_nbytes` only, as in `inspect`."""
     writer = OURS.writer(tmp_path)
     dcp.save(_every_kind(), storage_writer=writer)
-    stats, found = writer.last_save, inspect_checkpoint(tmp_path)
+    stats, found = writer.last_save, tools.inspect(tmp_path)
     assert stats.encoded_nbytes == stats.totals.encoded_nbytes
     assert stats.encoded_nbytes == pytest.approx(found.totals.encoded_nbytes, abs=4200)
     assert stats.stored_nbytes == found.file_nbytes == sum(stats.file_nbytes.values())

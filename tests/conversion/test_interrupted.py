@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_safetensors
 
-from dcp_nvcomp import clean_checkpoint, convert, errors, open_checkpoint, save
+from dcp_nvcomp import convert, errors, open_checkpoint, save, tools
 from tests.checkpoints import file_names, save_stock
 
 KEYS = "abc"
@@ -207,7 +207,7 @@ def test_what_a_killed_conversion_to_stock_dcp_left_can_be_cleaned(
     assert file_names(tmp_path / "stock") > before
     for file in (tmp_path / "stock").iterdir():
         os.utime(file, (1, 1))
-    clean_checkpoint(tmp_path / "stock")
+    tools.clean(tmp_path / "stock")
     assert file_names(tmp_path / "stock") == before
     assert stock_values(tmp_path / "stock") == {key: [1.0] for key in KEYS}
 

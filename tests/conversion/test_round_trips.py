@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dcp_nvcomp import convert, errors, open_checkpoint, save, verify_checkpoint
+from dcp_nvcomp import convert, errors, open_checkpoint, save, tools
 from dcp_nvcomp.conversion.safetensors_format import DTYPES
 from tests.checkpoints import assert_holds, assert_loads, save_stock
 from tests.conftest import S3Store
@@ -124,7 +124,7 @@ def test_large_tensors_are_converted_in_pieces(tmp_path: Path) -> None:
         assert len(checkpoint.metadata.state_dict_metadata["w"].chunks) == 3
         for key, tensor in state.items():
             assert_same_bits(checkpoint[key][...], tensor)
-    assert verify_checkpoint(tmp_path / "b", full=True).is_sound
+    assert tools.verify(tmp_path / "b", full=True).is_sound
     convert(tmp_path / "b", tmp_path / "c.safetensors")
     assert_same(load_file(tmp_path / "c.safetensors"), state)
 

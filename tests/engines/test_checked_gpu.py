@@ -371,7 +371,7 @@ def test_twenty_saves_and_loads_reserve_no_more_than_the_first(tmp_path: Path, m
         reserved.append(sum(device.held_nbytes for device in stand_ins.devices))
     assert len(stand_ins.devices) <= 2
     assert set(reserved) <= {2 << 20, 4 << 20} and sorted(reserved) == reserved, "an engine or two, of 2 MiB each"
-    dcp_nvcomp.release_device_memory()
+    dcp_nvcomp.tools.release_device_memory()
     assert [device.held_nbytes for device in stand_ins.devices] == [0] * len(stand_ins.devices)
 
 

@@ -153,7 +153,7 @@ def test_one_thread_alone_makes_do_with_one_engine(install: Callable[..., StandI
     for _ in range(3):
         with shared.lend(CPU, EnginePolicy(BUDGET)):
             pass
-        dcp_nvcomp.release_device_memory()
+        dcp_nvcomp.tools.release_device_memory()
         shared.begin(2 * BUDGET)
     assert len(pool.devices) == 1
 

@@ -202,11 +202,11 @@ MISTAKES: list[Mistake] = [
         r"end it with a dot, 'model\.'",
     ),
     ("a conversion of nothing", lambda path: ckpt.convert(path / "no", path / "x"), "nothing to convert"),
-    ("inspection of nothing", lambda path: ckpt.inspect_checkpoint(path / "no"), "no `.metadata` was found"),
-    ("verification of nothing", lambda path: ckpt.verify_checkpoint(path / "no"), "no `.metadata`|no checkpoint"),
-    ("recovery of nothing", lambda path: ckpt.recover_checkpoint(path / "no"), "missing"),
-    ("cleaning too soon", lambda path: ckpt.clean_checkpoint(path, older_than_seconds=1), "at least 3600"),
-    ("a run without steps", lambda path: ckpt.list_run(path / "no"), "no checkpoint at or below"),
+    ("inspection of nothing", lambda path: ckpt.tools.inspect(path / "no"), "no `.metadata` was found"),
+    ("verification of nothing", lambda path: ckpt.tools.verify(path / "no"), "no `.metadata`|no checkpoint"),
+    ("recovery of nothing", lambda path: ckpt.tools.recover(path / "no"), "missing"),
+    ("cleaning too soon", lambda path: ckpt.tools.clean(path, older_than_seconds=1), "at least 3600"),
+    ("a run without steps", lambda path: ckpt.runs.list_run(path / "no"), "no checkpoint at or below"),
 ]
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, clean_run, recover_checkpoint, verify_checkpoint
+from dcp_nvcomp import NvcompReader, NvcompWriter, tools
 from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.runs import clean_run
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import save
 from tests.cli.checkpoints import run
@@ -138,8 +139,8 @@ def test_one_failing_call(plain_url: str, said: list[str], name: str) -> None:
 
 def test_nothing_there(url: str, said: list[str]) -> None:
     said.append(what_is_said(lambda: NvcompReader(url, **OPTIONS).read_metadata()))
-    said.append(what_is_said(lambda: verify_checkpoint(url, storage_options=OPTIONS)))
-    said.append(what_is_said(lambda: recover_checkpoint(url, storage_options=OPTIONS)))
+    said.append(what_is_said(lambda: tools.verify(url, storage_options=OPTIONS)))
+    said.append(what_is_said(lambda: tools.recover(url, storage_options=OPTIONS)))
     said.append(what_is_said(lambda: clean_run(url, storage_options=OPTIONS)))
 
 
@@ -151,7 +152,7 @@ def test_ranks_that_disagree(plain_url: str, tmp_path: Path, said: list[str]) ->
     (tmp_path / "d" / "__0.metadata").rename(tmp_path / "c" / "__1.metadata")
     said.append(what_is_said(NvcompReader(plain_url, **OPTIONS).read_metadata))
     assert "rank 1 saved" in said[-1]
-    said.append(repr(verify_checkpoint(plain_url, storage_options=OPTIONS)))
+    said.append(repr(tools.verify(plain_url, storage_options=OPTIONS)))
 
 
 @pytest.mark.parametrize(

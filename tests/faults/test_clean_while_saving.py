@@ -22,11 +22,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 import dcp_nvcomp.maintenance.opening
-from dcp_nvcomp import NvcompWriter
+from dcp_nvcomp import NvcompWriter, tools
 from dcp_nvcomp.errors import CheckpointReplacedError, ConcurrentSaveError
 from dcp_nvcomp.format.metadata.roots import read_roots
-from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
-from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from dcp_nvcomp.storage.base import FileInfo
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.cli.checkpoints import DAY_SECONDS, loaded_seed, model_state, new_id
@@ -69,7 +67,7 @@ class Place:
         return set().union(*(root.names() for root in read_roots(self.filesystem, self.names())))
 
     def clean(self) -> Any:
-        return clean_checkpoint(self.path, storage_options=self.options)
+        return tools.clean(self.path, storage_options=self.options)
 
     def save(self, seed: int, writer: type[NvcompWriter] = NvcompWriter) -> None:
         """A save; as soon as it has returned, all that it wrote counts as old."""
@@ -198,7 +196,7 @@ def test_saves_loads_and_cleanings_at_once(place: Place, saves: int) -> None:
     place.make_old(place.names())  # nothing is under way any more
     place.clean()
     assert place.names() == place.live()
-    assert verify_checkpoint(place.path, storage_options=place.options, full=True).findings == ()
+    assert tools.verify(place.path, storage_options=place.options, full=True).findings == ()
 
 
 def test_loads_always_succeed_while_cleaning(place: Place) -> None:
@@ -265,9 +263,9 @@ for number in range(int(sys.argv[2]), 1 << 30):
 
 CLEANER = """
 import sys
-from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
+from dcp_nvcomp import tools
 while True:
-    print(len(clean_checkpoint(sys.argv[1]).orphans), flush=True)
+    print(len(tools.clean(sys.argv[1]).orphans), flush=True)
 """
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from dcp_nvcomp import NvcompReader, errors
-from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, RECOVERED, recover_checkpoint
+from dcp_nvcomp import NvcompReader, errors, tools
+from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, RECOVERED
 from tests.checkpoints import file_names, save_stock
 from tests.states import small_state
 from tests.storage.plain import ATOMIC, PROTOCOLS, VagueError, carry_out, hooked
@@ -105,11 +105,11 @@ def check(url: str, *, old: bool, where: str, lasting: bool = True) -> int | Non
     whole = ATOMIC if lasting else (*ATOMIC, "plain-refusing", "plain-silent", "plain-vague")
     assert not url.startswith(tuple(f"{protocol}://" for protocol in whole)), f"{where}: {problem}"
     assert "dcp-nvcomp recover" in problem, f"{where}: {problem}"
-    done = recover_checkpoint(url)
+    done = tools.recover(url)
     if done.outcome == AMBIGUOUS:
         complete = [one.save_id for one in done.candidates if one.is_complete]
         assert len(complete) == 2, f"{where}: {done}"
-        done = recover_checkpoint(url, save_id=complete[-1])
+        done = tools.recover(url, save_id=complete[-1])
     assert done.outcome == RECOVERED, f"{where}: {done}"
     found = what_loads(url, OLD, NEW)
     assert found is not None, where
@@ -301,5 +301,5 @@ def test_a_torn_metadata_file_says_recover(nbytes: int, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(torn)
     with pytest.raises(errors.MetadataError, match="left a copy of its metadata here: try `dcp-nvcomp recover`"):
         NvcompReader(tmp_path).read_metadata()
-    assert recover_checkpoint(tmp_path).outcome == RECOVERED
+    assert tools.recover(tmp_path).outcome == RECOVERED
     assert what_loads(tmp_path, OLD, NEW) == 0

@@ -147,10 +147,10 @@ kinds = pytest.mark.parametrize(
 READERS: list[Callable[[Any], Any]] = [
     load,
     ckpt.open_checkpoint,
-    ckpt.inspect_checkpoint,
-    ckpt.verify_checkpoint,
-    ckpt.recover_checkpoint,
-    lambda path: ckpt.compare_checkpoints(path, path),
+    ckpt.tools.inspect,
+    ckpt.tools.verify,
+    ckpt.tools.recover,
+    lambda path: ckpt.tools.compare(path, path),
     lambda path: ckpt.NvcompReader(path).read_metadata(),
 ]
 
@@ -241,10 +241,10 @@ def test_clean_of_a_run_leads_to_recursive(tmp_path: Path) -> None:
 
 
 def test_prune_says_what_is_there(tmp_path: Path) -> None:
-    text = message_of(lambda: ckpt.prune_run(_torch_file(tmp_path), ckpt.Keep(last=1)))
+    text = message_of(lambda: ckpt.runs.prune_run(_torch_file(tmp_path), ckpt.Keep(last=1)))
     assert text.startswith("This is a file of torch.save, not the directory of a run: ")
     save(tmp_path / "step")
-    text = message_of(lambda: ckpt.prune_run(tmp_path / "step", ckpt.Keep(last=1)))
+    text = message_of(lambda: ckpt.runs.prune_run(tmp_path / "step", ckpt.Keep(last=1)))
     assert text.startswith("This is a checkpoint, which is a directory, not the directory of a run: "), text
 
 
@@ -394,7 +394,7 @@ WRONG_OPTIONS = [
     (SAVE, "use_collectives", "dcp.save(state, storage_writer=NvcompWriter(path), use_collectives=False)"),
     (SAVE, "max_shard_size", "max_shard_nbytes="),
     (SAVE, "verify", "an option of loads"),
-    (SAVE, "checksum", "verify_checkpoint(path)"),
+    (SAVE, "checksum", "tools.verify(path)"),
     (SAVE, "path", "the path comes by its place"),
     (SAVE, "endpoint_url", "an option of s3://, not of file://"),
 ]

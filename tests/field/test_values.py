@@ -20,13 +20,13 @@ from dcp_nvcomp import (
     NvcompWriter,
     TrainingState,
     async_save,
-    compare_checkpoints,
     convert,
     load,
     load_compressed_checkpoint,
     open_checkpoint,
     save,
     save_compressed_checkpoint,
+    tools,
 )
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, ShapeMismatchError
 from tests.states import assert_same
@@ -88,9 +88,9 @@ def test_each_way_of_loading_has_the_keys(tmp_path: Path) -> None:
     convert(tmp_path / "one", tmp_path / "state.pt")
     assert_same(torch.load(tmp_path / "state.pt", weights_only=True), state)
     convert(tmp_path / "state.pt", tmp_path / "three")
-    assert compare_checkpoints(tmp_path / "one", tmp_path / "three").is_equal
+    assert tools.compare(tmp_path / "one", tmp_path / "three").is_equal
     save({"by": {str(key): value for key, value in state["by"].items()}, "w": {"3": torch.ones(2)}}, tmp_path / "text")
-    kinds = {one.kind for one in compare_checkpoints(tmp_path / "one", tmp_path / "text").differences}
+    kinds = {one.kind for one in tools.compare(tmp_path / "one", tmp_path / "text").differences}
     assert kinds == {"place"}
 
 

@@ -74,15 +74,15 @@ def check_resumed(directory: Path, saved: int, last: int) -> None:
 
 def check_ours(checkpoint: Path) -> None:
     """Check that this package wrote a checkpoint, and that it is whole."""
-    from dcp_nvcomp import verify_checkpoint
+    from dcp_nvcomp import tools
 
     assert list(checkpoint.glob("__*.metadata")), sorted(path.name for path in checkpoint.iterdir())
-    assert verify_checkpoint(checkpoint, full=True).is_sound
+    assert tools.verify(checkpoint, full=True).is_sound
 
 
 def check_cleaned(run: Path, checkpoint: Path) -> None:
     """Check that `clean` removes what a dead save left in a checkpoint, and nothing else below a run."""
-    from dcp_nvcomp import clean_run
+    from dcp_nvcomp.runs import clean_run
 
     before = sorted(run.rglob("*"))
     orphan = checkpoint / f"__0_0_{'0' * 32}.distcp"

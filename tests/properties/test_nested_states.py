@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from dcp_nvcomp import (
     CheckpointManager,
     ConfigurationError,
-    compare_checkpoints,
     convert,
     load,
     load_compressed_checkpoint,
     save,
     save_compressed_checkpoint,
+    tools,
 )
 from dcp_nvcomp.reading.comparison import is_same
 from tests.effort import examples
@@ -128,7 +128,7 @@ def test_converted_there_and_back(state: dict[str, Any]) -> None:
             ("stock", "third", "dcp-nvcomp"),
         ):
             convert(f"{path}/{source}", f"{path}/{target}", to=kind)  # type: ignore[arg-type]
-        assert compare_checkpoints(f"{path}/first", f"{path}/third").is_equal
+        assert tools.compare(f"{path}/first", f"{path}/third").is_equal
         found = blank(state)
         load(found, f"{path}/third", no_dist=True)
         assert is_same(found, state)

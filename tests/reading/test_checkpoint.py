@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
-from dcp_nvcomp import StoredTensor, convert, errors, open_checkpoint, save
+from dcp_nvcomp import convert, errors, open_checkpoint, save, tools
 from dcp_nvcomp.format.data_file import read_footers
 from dcp_nvcomp.format.metadata.shards import StockItem
 from dcp_nvcomp.loading.reader import NvcompReader
@@ -96,7 +96,7 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
                 except errors.UnsafeObjectError:  # objects of classes of one's own
                     continue
                 expected = _at(state, checkpoint.metadata.planner_data[key])
-                if isinstance(value, StoredTensor):
+                if isinstance(value, tools.StoredTensor):
                     assert_same_bits(value[...], expected)
                 else:
                     assert value == expected or value is expected

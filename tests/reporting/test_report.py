@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_nvcomp import ConfigurationError, SaveStats, StorageError, load, save, write_report
+from dcp_nvcomp import ConfigurationError, SaveStats, StorageError, load, save, tools
 from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.reporting import RankTimes, slowest_rank
 from dcp_nvcomp.saving.stats import RankStats, Totals
@@ -71,7 +71,12 @@ def test_a_real_save(tmp_path: Path) -> None:
     state = {"model": {"w": torch.randn(1 << 18)}, "optimizer": {"step": torch.ones(4)}, "note": "an object"}
     page = tmp_path / "report.html"
     stats: list[SaveStats] = []
-    save(state, tmp_path / "a", no_dist=True, on_save=lambda found: (stats.append(found), write_report(found, page))[0])
+    save(
+        state,
+        tmp_path / "a",
+        no_dist=True,
+        on_save=lambda found: (stats.append(found), tools.write_report(found, page))[0],
+    )
     found = read(page)
     assert found.cells[0] == "Save" and found.cells[1] == str(tmp_path / "a")
     assert {*STAGES, "model", "optimizer", "top level", "planes-zstd"} <= set(found.cells)
@@ -109,18 +114,18 @@ def test_a_real_load(tmp_path: Path) -> None:
     load(state, tmp_path / "a", no_dist=True, on_load=stats.append)
     assert stats[0].rank == 0 and set(stats[0].stage_seconds) == {"fetch", "decode"}
     assert 0 < stats[0].stage_seconds["decode"] <= stats[0].seconds
-    write_report(stats, tmp_path / "report.html")
+    tools.write_report(stats, tmp_path / "report.html")
     found = read(tmp_path / "report.html")
     assert found.cells[0] == "Load" and {"fetch", "decode"} <= set(found.cells)
 
 
 def test_who_was_slow(tmp_path: Path) -> None:
-    write_report(saved_stats(8, slow=5), tmp_path / "report.html")
+    tools.write_report(saved_stats(8, slow=5), tmp_path / "report.html")
     found = read(tmp_path / "report.html")
     (finding,) = [cell for cell in found.cells if "slowest" in cell]
     assert finding.startswith("Rank 5 was the slowest: 9.10 s, 6.00 s more than the median rank;")
     assert "it lost most in write (6.00 s" in finding
-    write_report(saved_stats(8), tmp_path / "report.html")
+    tools.write_report(saved_stats(8), tmp_path / "report.html")
     assert "No rank was much slower than the others." in read(tmp_path / "report.html").cells
 
 
@@ -133,7 +138,7 @@ def test_a_rank_that_had_more_to_do() -> None:
 
 
 def test_of_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
-    write_report(saved_stats(1000, slow=77), tmp_path / "report.html")
+    tools.write_report(saved_stats(1000, slow=77), tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     cells = read(tmp_path / "report.html").cells
     assert "The 32 slowest of 1000 ranks:" in cells
@@ -142,7 +147,7 @@ def test_of_many_ranks_the_slowest_are_shown(tmp_path: Path) -> None:
 
 
 def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:
-    write_report(saved_stats(2), tmp_path / "report.html")
+    tools.write_report(saved_stats(2), tmp_path / "report.html")
     text, found = (tmp_path / "report.html").read_text(), read(tmp_path / "report.html")
     assert found.links == [] and "url(" not in text and "@import" not in text
     assert not {"script", "link", "img", "iframe", "b>"} & set(found.tags)
@@ -151,7 +156,7 @@ def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:
 
 def test_a_gpu_that_was_wrong_is_said(tmp_path: Path) -> None:
     document = {**saved_stats(1).to_dict(), "recoded_blocks": 3, "stall_seconds": 0.5}
-    write_report(document, tmp_path / "report.html")
+    tools.write_report(document, tmp_path / "report.html")
     cells = read(tmp_path / "report.html").cells
     assert any(cell.startswith("A GPU encoded 3 blocks") for cell in cells) and "500 ms" in cells
 
@@ -159,9 +164,9 @@ def test_a_gpu_that_was_wrong_is_said(tmp_path: Path) -> None:
 def test_what_is_no_statistics(tmp_path: Path) -> None:
     for wrong in ([], {}, {"save_id": "x"}, [saved_stats(1), saved_stats(1)]):
         with pytest.raises(ConfigurationError):
-            write_report(wrong, tmp_path / "report.html")
+            tools.write_report(wrong, tmp_path / "report.html")
     with pytest.raises(StorageError, match="write the report"):
-        write_report(saved_stats(1), tmp_path / "nowhere" / "report.html")
+        tools.write_report(saved_stats(1), tmp_path / "nowhere" / "report.html")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -184,6 +189,6 @@ def test_a_key_that_is_no_text(tmp_path: Path) -> None:
     stats: list[SaveStats] = []
     state = {"mod\udc80el.w": torch.ones(9), "mod<i>el.w": torch.ones(9)}
     save(state, tmp_path / "checkpoint", no_dist=True, on_save=stats.append)
-    write_report(stats[0], tmp_path / "report.html")
+    tools.write_report(stats[0], tmp_path / "report.html")
     cells = read(tmp_path / "report.html").cells
     assert "mod\\udc80el" in cells and "mod<i>el" in cells

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import CheckpointManager, CheckpointNotFoundError, Keep, list_run, pin_step, prune_run, save
+from dcp_nvcomp import CheckpointManager, CheckpointNotFoundError, Keep, save
+from dcp_nvcomp.runs import list_run, pin_step, prune_run
 from tests.checkpoints import data_file, save_stock
 
 

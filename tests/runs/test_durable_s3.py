@@ -10,17 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import (
-    CheckpointError,
-    CheckpointManager,
-    Keep,
-    RunInUseError,
-    StorageError,
-    list_run,
-    pin_step,
-    prune_run,
-    verify_checkpoint,
-)
+from dcp_nvcomp import CheckpointError, CheckpointManager, Keep, RunInUseError, StorageError, tools
+from dcp_nvcomp.runs import list_run, pin_step, prune_run
 from tests.distributed.launch import RankPool
 from tests.faults.proxy import FaultProxy
 from tests.runs import jobs
@@ -84,7 +75,7 @@ def test_over_a_bad_network_steps_are_saved_pruned_and_restored(
         manager.wait()
     assert _steps(direct) == [6, 8]
     for step in (6, 8):
-        assert verify_checkpoint(f"{url}/step-{step}", full=True, storage_options=direct[1]).is_sound
+        assert tools.verify(f"{url}/step-{step}", full=True, storage_options=direct[1]).is_sound
     shutil.rmtree(tmp_path)
     with CheckpointManager(url, run_id="job", **options) as manager:
         assert _loaded(manager) == 8
@@ -108,7 +99,7 @@ def test_an_upload_that_fails_is_made_by_the_next_job(proxied: tuple[FaultProxy,
         assert _loaded(manager) == 2
         manager.wait()
     assert _steps(direct) == [1, 2]
-    assert verify_checkpoint(f"{url}/step-2", full=True, storage_options=direct[1]).is_sound
+    assert tools.verify(f"{url}/step-2", full=True, storage_options=direct[1]).is_sound
 
 
 def test_nodes_over_s3(ranks: RankPool, any_s3_store: Store, tmp_path: Path) -> None:

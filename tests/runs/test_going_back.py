@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import CheckpointManager, ConfigurationError, Keep, StorageError, load, pin_step
+from dcp_nvcomp import CheckpointManager, ConfigurationError, Keep, StorageError, load
+from dcp_nvcomp.runs import pin_step
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
 

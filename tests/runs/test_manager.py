@@ -21,15 +21,9 @@ from dcp_nvcomp import (
     CheckpointNotFoundError,
     ConfigurationError,
     Keep,
-    StepDelayed,
-    StepFailed,
-    StepRestored,
-    StepSaved,
-    StepSkipped,
-    StepsRemoved,
     StorageError,
-    list_run,
 )
+from dcp_nvcomp.runs import StepDelayed, StepFailed, StepRestored, StepSaved, StepSkipped, StepsRemoved, list_run
 from dcp_nvcomp.runs.events import Event
 from tests.checkpoints import assert_loads, damage
 

@@ -19,7 +19,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_nvcomp import CheckpointManager, StepFailed, StepSaved, StepsRemoved, StorageError
+from dcp_nvcomp import CheckpointManager, StorageError
+from dcp_nvcomp.runs import StepFailed, StepSaved, StepsRemoved
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import PosixOutput

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_nvcomp import CheckpointManager, Keep, StorageError, UnsafePathError, prune_run, save
+from dcp_nvcomp import CheckpointManager, Keep, StorageError, save
+from dcp_nvcomp.errors import UnsafePathError
+from dcp_nvcomp.runs import prune_run
 from dcp_nvcomp.runs.own_files import is_pinned, pin, read_abandoned, read_kept, write_kept
 from dcp_nvcomp.storage.open import open_filesystem
 

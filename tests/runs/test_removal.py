@@ -12,19 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import (
-    Best,
-    CheckpointManager,
-    CheckpointNotFoundError,
-    Keep,
-    SavedStep,
-    StorageError,
-    list_run,
-    load,
-    pin_step,
-    prune_run,
-    save,
-)
+from dcp_nvcomp import Best, CheckpointManager, CheckpointNotFoundError, Keep, StorageError, load, save
+from dcp_nvcomp.runs import SavedStep, list_run, pin_step, prune_run
 from dcp_nvcomp.runs.own_files import REMOVING, is_being_removed, pin
 from dcp_nvcomp.runs.steps import StepNames, remove_step
 from dcp_nvcomp.runs.tiers import durable as durable_tier

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_nvcomp import CheckpointError, StepFailed, StorageError, inspect_checkpoint, list_run, verify_checkpoint
+from dcp_nvcomp import CheckpointError, StorageError, tools
+from dcp_nvcomp.runs import StepFailed, list_run
 from dcp_nvcomp.runs.background import stages
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import flip
@@ -33,12 +34,12 @@ def test_a_step_is_on_each_node_and_in_the_durable_tier_when_it_is_due(ranks: Ra
         assert sorted(path.name for path in jobs.fast_of(tmp_path, node).glob("step-*")) == ["step-20", "step-30"]
     assert [step.name for step in list_run(tmp_path / "run").steps] == ["step-20"]
     durable = tmp_path / "run" / "step-20"
-    verify_checkpoint(durable, full=True)
+    tools.verify(durable, full=True)
     assert _total(results, "uploaded") == sum(file.stat().st_size for file in durable.glob("*.distcp"))
     for file in durable.glob("*.distcp"):
         copies = [jobs.fast_of(tmp_path, node) / "step-20" / file.name for node in (0, 1)]
         assert [copy.read_bytes() for copy in copies if copy.exists()] == [file.read_bytes()]
-    assert inspect_checkpoint(durable).path.endswith("run/step-20")
+    assert tools.inspect(durable).path.endswith("run/step-20")
 
 
 @pytest.mark.ci
@@ -151,7 +152,7 @@ def test_an_upload_that_did_not_happen_is_made_by_the_next_job(ranks: RankPool, 
     assert not list((tmp_path / "run").glob("step-*"))
     ranks.run(jobs.restore, tmp_path, 30, every=30, fast_every=10)
     assert [step.name for step in list_run(tmp_path / "run").steps] == ["step-30"]
-    verify_checkpoint(tmp_path / "run" / "step-30", full=True)
+    tools.verify(tmp_path / "run" / "step-30", full=True)
 
 
 @pytest.mark.ci

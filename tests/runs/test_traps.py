@@ -24,9 +24,8 @@ from dcp_nvcomp import (
     RunInUseError,
     StorageError,
     TrainingState,
-    list_run,
-    pin_step,
 )
+from dcp_nvcomp.runs import list_run, pin_step
 from dcp_nvcomp.runs.background import stages
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.tiers.fast import FastTier

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from dcp_nvcomp import CheckpointManager, ConfigurationError, StorageError, UnsafePathError, load, pin_step
+from dcp_nvcomp import CheckpointManager, ConfigurationError, StorageError, load
+from dcp_nvcomp.errors import UnsafePathError
+from dcp_nvcomp.runs import pin_step
 from dcp_nvcomp.runs.steps import StepNames
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier

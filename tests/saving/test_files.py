@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp import CheckpointReplacedError, NvcompReader, NvcompWriter
+from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp.errors import CheckpointReplacedError
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import assert_loads, save, save_stock
 from tests.saving.test_lifecycle import FailsToFinish

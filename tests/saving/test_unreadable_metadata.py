@@ -13,9 +13,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_nvcomp import NvcompWriter
+from dcp_nvcomp import NvcompWriter, tools
 from dcp_nvcomp.errors import MetadataError
-from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from tests.checkpoints import assert_loads
 from tests.states import State
 
@@ -74,7 +73,7 @@ REFUSED: dict[str, Change] = {
 def test_what_has_an_equivalent_is_saved(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     save(tmp_path, 2, ACCEPTED[name], **options)
     assert_loads(tmp_path, three_keys(2))
-    assert verify_checkpoint(tmp_path, full=True).findings == ()
+    assert tools.verify(tmp_path, full=True).findings == ()
 
 
 @pytest.mark.parametrize("name", REFUSED)

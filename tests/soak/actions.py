@@ -12,13 +12,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from benchmarks.staging import staged_by
-from dcp_nvcomp import NvcompReader, NvcompWriter, async_save
+from dcp_nvcomp import NvcompReader, NvcompWriter, async_save, tools
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.maintenance.cleaning import clean_checkpoint
-from dcp_nvcomp.maintenance.recovery import recover_checkpoint
-from dcp_nvcomp.maintenance.verify import verify_checkpoint
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from dcp_nvcomp.storage.s3.filesystem import S3Filesystem
@@ -132,7 +129,7 @@ def named_files(place: Place, path: str) -> list[str]:
 def verify(place: Place, path: str) -> list[tuple[str, str]]:
     """Severity and text of what a full verification finds."""
     try:
-        found = verify_checkpoint(f"{place.url}/{path}", full=True, storage_options=place.options)
+        found = tools.verify(f"{place.url}/{path}", full=True, storage_options=place.options)
     except CheckpointError as error:  # `.metadata` can't be read: there is nothing to go by
         return [("error", str(error))]
     return [(finding.severity, f"{finding.file}: {finding.what}") for finding in found.findings]
@@ -140,12 +137,12 @@ def verify(place: Place, path: str) -> list[tuple[str, str]]:
 
 def recover(place: Place, path: str, save_id: str | None) -> str:
     """Bring `.metadata` back; what became of it."""
-    return recover_checkpoint(f"{place.url}/{path}", save_id=save_id, storage_options=place.options).outcome
+    return tools.recover(f"{place.url}/{path}", save_id=save_id, storage_options=place.options).outcome
 
 
 def clean_now(place: Place, path: str) -> int:
     """Clean up; how many orphans went."""
-    return len(clean_checkpoint(f"{place.url}/{path}", storage_options=place.options).orphans)
+    return len(tools.clean(f"{place.url}/{path}", storage_options=place.options).orphans)
 
 
 def clean_later(place: Place, path: str) -> int:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_nvcomp import NvcompWriter, clean_checkpoint, errors
+from dcp_nvcomp import NvcompWriter, errors, tools
 from dcp_nvcomp.format.metadata.roots import read_roots
 from dcp_nvcomp.maintenance import opening
 from dcp_nvcomp.maintenance.cleaning import Cleaning
@@ -127,4 +127,4 @@ class Place:
 
         with patch.context() as patched:
             patched.setattr(opening, "open_filesystem", opened_later)
-            return clean_checkpoint(self.url, storage_options=self.options, **options)
+            return tools.clean(self.url, storage_options=self.options, **options)

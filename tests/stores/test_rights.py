@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 from google.oauth2.credentials import Credentials
 
-from dcp_nvcomp import clean_checkpoint, list_run, verify_checkpoint
+from dcp_nvcomp import tools
 from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.runs import list_run
 from tests.servers.azurite import AzuriteServer
 from tests.servers.gcs import GcsServer
 from tests.servers.sftp import SftpServer
@@ -101,7 +102,7 @@ def test_who_may_read_loads_but_saves_nothing(rights: Rights) -> None:
     assert rights.place.save(1) is None
     names = rights.place.names()
     assert rights.reader.loaded() == 1
-    assert verify_checkpoint(rights.reader.url, full=True, storage_options=rights.reader.options).is_sound
+    assert tools.verify(rights.reader.url, full=True, storage_options=rights.reader.options).is_sound
     assert list_run(rights.reader.url.rpartition("/")[0], storage_options=rights.reader.options).steps
     _assert_denied(rights.reader.save(2), rights.reader)
     _assert_denied(rights.reader.save(2, rights.reader.writer(single_file_per_rank=False)), rights.reader)
@@ -115,7 +116,7 @@ def test_who_may_save_saves_over_cleans_and_loads(rights: Rights, monkeypatch: p
         assert rights.writer.save(number, writer) is None
         assert rights.writer.loaded() == number
     assert rights.writer.save(4, rights.writer.writer(overwrite=False)) is not None
-    assert clean_checkpoint(rights.writer.url, storage_options=rights.writer.options).orphans == ()
+    assert tools.clean(rights.writer.url, storage_options=rights.writer.options).orphans == ()
     assert rights.place.left() == set() and len(rights.place.names()) == 3
 
 

@@ -22,14 +22,12 @@ from dcp_nvcomp import (
     NvcompReader,
     NvcompWriter,
     async_save,
-    clean_checkpoint,
     errors,
-    list_run,
     open_checkpoint,
-    recover_checkpoint,
-    verify_checkpoint,
+    tools,
 )
 from dcp_nvcomp.maintenance.recovery import RECOVERED
+from dcp_nvcomp.runs import list_run
 from tests.checkpoints import load
 from tests.distributed.launch import RankPool
 from tests.states import assert_same, assert_same_bits, opposite_of
@@ -51,7 +49,7 @@ def test_save_load_overwrite(place: Place) -> None:
     assert place.save(4, writer) is None
     assert place.loaded(verify="full") == 4
     assert len(place.names()) == 3 and place.left() == set()
-    assert verify_checkpoint(place.url, full=True, storage_options=place.options).is_sound
+    assert tools.verify(place.url, full=True, storage_options=place.options).is_sound
 
 
 @pytest.mark.ci
@@ -135,7 +133,7 @@ def test_verify(place: Place) -> None:
     stream = filesystem.open_output(name)
     stream.write(bytes(damaged))
     stream.close()
-    found = verify_checkpoint(place.url, storage_options=place.options)
+    found = tools.verify(place.url, storage_options=place.options)
     assert not found.is_sound and any(name in str(finding) for finding in found.findings)
     with pytest.raises(dcp.CheckpointException):
         place.loaded()
@@ -149,7 +147,7 @@ def test_recover(place: Place) -> None:
     place.filesystem().remove([".metadata"])
     with pytest.raises(errors.IncompleteCheckpointError, match="recover"):
         NvcompReader(place.url, **place.options).read_metadata()
-    assert recover_checkpoint(place.url, storage_options=place.options).outcome == RECOVERED
+    assert tools.recover(place.url, storage_options=place.options).outcome == RECOVERED
     assert place.loaded() == 2 and len(place.names()) == 3
 
 
@@ -163,7 +161,7 @@ def test_clean(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = filesystem.open_output(name)
     stream.write(bytes(1000))
     stream.close()
-    cleaning = clean_checkpoint(place.url, storage_options=place.options)
+    cleaning = tools.clean(place.url, storage_options=place.options)
     assert (cleaning.orphans, cleaning.young) == ((), 1)
     assert [orphan.name for orphan in place.clean(monkeypatch, dry_run=True).orphans] == [name]
     assert place.names() == {*live, name}

@@ -20,18 +20,8 @@ from urllib.parse import quote
 import pytest
 from google.oauth2.credentials import Credentials
 
-from dcp_nvcomp import (
-    CheckpointManager,
-    NvcompReader,
-    NvcompWriter,
-    clean_run,
-    convert,
-    inspect_checkpoint,
-    list_run,
-    open_checkpoint,
-    recover_checkpoint,
-    verify_checkpoint,
-)
+from dcp_nvcomp import CheckpointManager, NvcompReader, NvcompWriter, convert, open_checkpoint, tools
+from dcp_nvcomp.runs import clean_run, list_run
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 from tests.cli.checkpoints import run
 from tests.errors.test_secrets_everywhere import Listener, what_is_said
@@ -175,9 +165,9 @@ def _all_of(place: Place) -> list[Callable[[], object]]:
         lambda: place.save(1),
         lambda: place.loaded(),
         lambda: NvcompReader(url, **options).read_metadata(),
-        lambda: verify_checkpoint(url, storage_options=options),
-        lambda: recover_checkpoint(url, storage_options=options),
-        lambda: inspect_checkpoint(url, storage_options=options),
+        lambda: tools.verify(url, storage_options=options),
+        lambda: tools.recover(url, storage_options=options),
+        lambda: tools.inspect(url, storage_options=options),
         lambda: clean_run(url, storage_options=options),
         lambda: list_run(url, storage_options=options),
         lambda: open_checkpoint(url, **options).metadata,

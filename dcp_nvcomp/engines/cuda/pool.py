@@ -327,7 +327,7 @@ def release_device_memory() -> None:
 
     Examples:
         >>> import dcp_nvcomp
-        >>> dcp_nvcomp.release_device_memory()
+        >>> dcp_nvcomp.tools.release_device_memory()
     """
     if _pool is not None:
         _pool.release_memory()

@@ -215,7 +215,7 @@ def _place(parts: Sequence[LoaderPart], world_size: int) -> dict[str, Any]:
     if total % world_size:
         raise CheckpointError(
             f"The old ranks had consumed {total} samples, which {world_size} ranks can't have consumed evenly: use "
-            "dcp_nvcomp.ElasticSampler instead of StatefulDistributedSampler, or go on with another number of ranks."
+            "dcp_nvcomp.runs.ElasticSampler instead of StatefulDistributedSampler, or another number of ranks."
         )
     return {**first, YIELDED: total // world_size}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_nvcomp import CheckpointError, ConfigurationError, MetadataError, NvcompReader, load, open_checkpoint, save
-from dcp_nvcomp.errors import UnsafeMetadataError
+from dcp_nvcomp import CheckpointError, ConfigurationError, NvcompReader, load, open_checkpoint, save
+from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.loading.reader import MAX_METADATA_NBYTES
@@ -174,7 +174,8 @@ def test_read_all_reads_all(tmp_path: Path, nbytes: int, spare: int) -> None:
 
 _PROGRAM = """
 import resource, sys
-from dcp_nvcomp import MetadataError, NvcompReader
+from dcp_nvcomp import NvcompReader
+from dcp_nvcomp.errors import MetadataError
 reader = NvcompReader(sys.argv[1], metadata_limit_nbytes=int(sys.argv[2]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

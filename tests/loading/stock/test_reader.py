@@ -16,8 +16,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-from dcp_nvcomp import CorruptDataError, NvcompReader
-from dcp_nvcomp.maintenance.verify import verify_checkpoint
+from dcp_nvcomp import CorruptDataError, NvcompReader, tools
 from tests.checkpoints import assert_loads, data_file, flip, load, save, save_stock
 from tests.loading.stock.make_golden import golden_state
 
@@ -73,7 +72,7 @@ def test_an_object_that_compresses_well(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="decodes to more than"):
         dcp.load(into, storage_reader=NvcompReader(tmp_path, safe_objects=True), no_dist=True)
     for full in (False, True):
-        assert verify_checkpoint(tmp_path, full=full).findings == ()
+        assert tools.verify(tmp_path, full=full).findings == ()
 
 
 def state() -> dict[str, Any]:
@@ -120,4 +119,4 @@ def test_loads(tmp_path: Path, change: Callable[[Metadata], None], protocol: int
     into = {"weight": torch.zeros(4, 6), "step": torch.tensor(0), "name": ""}
     dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True)
     assert torch.equal(into["weight"], state()["weight"]) and int(into["step"]) == 7 and into["name"] == "old"
-    assert verify_checkpoint(tmp_path, full=True).findings == ()
+    assert tools.verify(tmp_path, full=True).findings == ()

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dcp_nvcomp import CheckpointError, ConfigurationError, ReplicasDiffer, verify_checkpoint
+from dcp_nvcomp import CheckpointError, ConfigurationError, tools
+from dcp_nvcomp.runs import ReplicasDiffer
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import damage
 from tests.conformance.sabotage import Sabotage
@@ -108,8 +109,8 @@ def test_each_replica_saves_all_and_nothing_is_sent(ranks: RankPool, tmp_path: P
         assert told["tiers"] == {10: {"fast", "copies"}, 20: {"fast", "copies", "durable"}, 30: {"fast", "copies"}}
         assert told["copied"] == 0 and told["differing"] == ()
     for node in (0, 1):
-        verify_checkpoint(fast_step(tmp_path, node, 30), full=True)
-        keys = verify_checkpoint(fast_step(tmp_path, node, 20), full=True)
+        tools.verify(fast_step(tmp_path, node, 30), full=True)
+        keys = tools.verify(fast_step(tmp_path, node, 20), full=True)
         assert keys is not None
         assert sorted(path.name for path in jobs.fast_of(tmp_path, node).glob("step-*")) == ["step-20", "step-30"]
 
@@ -117,7 +118,7 @@ def test_each_replica_saves_all_and_nothing_is_sent(ranks: RankPool, tmp_path: P
 def test_one_replica_is_uploaded_once(ranks: RankPool, tmp_path: Path) -> None:
     told = ranks.run(save_steps, tmp_path, [20])
     durable = tmp_path / "run" / "step-20"
-    verify_checkpoint(durable, full=True)
+    tools.verify(durable, full=True)
     assert sum(one["uploaded"] for one in told) == sum(file.stat().st_size for file in durable.glob("*.distcp"))
     sources = [
         all((fast_step(tmp_path, node, 20) / file.name).exists() for file in durable.glob("*.distcp"))
@@ -240,7 +241,7 @@ def test_an_upload_that_failed_goes_on_once(ranks: RankPool, tmp_path: Path) -> 
     ranks.run(_upload_fails, tmp_path)
     told = ranks.run(restore, tmp_path, 20)
     durable = tmp_path / "run" / "step-20"
-    verify_checkpoint(durable, full=True)
+    tools.verify(durable, full=True)
     assert all(one["tiers"] == {20: {"fast", "durable"}} for one in told)
     assert sum(one["uploaded"] for one in told) == sum(file.stat().st_size for file in durable.glob("*.distcp"))
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.staging import staged_by
-from dcp_nvcomp import ConfigurationError, NvcompReader, async_save, verify_checkpoint
+from dcp_nvcomp import ConfigurationError, NvcompReader, async_save, tools
 from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
 from tests.checkpoints import damage
 from tests.distributed.launch import RankPool
@@ -51,7 +51,7 @@ def test_an_upload_that_goes_on_is_of_the_version_that_was_restored(
     ids = {NvcompReader(fast_step(tmp_path, node, 20)).read_metadata().storage_meta.save_id: node for node in NODES}
     damage(fast_step(tmp_path, ids[sorted(ids)[0 if which == "first" else -1]], 20))
     assert ranks.run(_restored, tmp_path) == [(20, ())] * 4
-    verify_checkpoint(tmp_path / "run" / "step-20", full=True)
+    tools.verify(tmp_path / "run" / "step-20", full=True)
     for node in NODES:
         shutil.rmtree(jobs.fast_of(tmp_path, node))
     assert ranks.run(_restored, tmp_path) == [(20, ())] * 4

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from dcp_nvcomp import CheckpointManager, ElasticSampler, TrainingState
+from dcp_nvcomp import CheckpointManager, TrainingState
+from dcp_nvcomp.runs import ElasticSampler
 
 __all__ = ["Numbers", "consume", "train"]
 

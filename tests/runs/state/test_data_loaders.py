@@ -11,16 +11,8 @@ import pytest
 import torch
 from hypothesis import given, strategies
 
-from dcp_nvcomp import (
-    CheckpointError,
-    CheckpointManager,
-    ConfigurationError,
-    ElasticSampler,
-    LoaderPart,
-    MissingKeyError,
-    TrainingState,
-    load,
-)
+from dcp_nvcomp import CheckpointError, CheckpointManager, ConfigurationError, MissingKeyError, TrainingState, load
+from dcp_nvcomp.runs import ElasticSampler, LoaderPart
 from tests.distributed.launch import RankFailure, RankPool
 from tests.runs.state import jobs
 
