@@ -19,7 +19,7 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.distributed.launch import RankPool
 
-SIZES = {"a": 0, "b": 1, "c": 5000, "d": 4096}
+SIZES = {"a": 0, "b": 1, "c": 5000, "d": 4096, "e": 2048}
 
 
 def _data(name: str) -> bytes:
@@ -98,8 +98,12 @@ def test_an_upload_that_was_cut_short_is_made_again_and_what_is_whole_is_not(
     source.mkdir(), target.mkdir()
     for name in SIZES:
         (source / name).write_bytes(_data(name))
+    (target / "b").write_bytes(_data("b") + b"more")
     (target / "c").write_bytes(_data("c")[:3000])
     (target / "d").write_bytes(_data("d"))
+    harmed = bytearray(_data("e"))
+    harmed[-1] ^= 1
+    (target / "e").write_bytes(harmed)
     opened: list[str] = []
     open_output = PosixFilesystem.open_output
 
@@ -109,7 +113,7 @@ def test_an_upload_that_was_cut_short_is_made_again_and_what_is_whole_is_not(
 
     monkeypatch.setattr(PosixFilesystem, "open_output", counted)
     sent = upload_files(open_filesystem(source), open_filesystem(target), list(SIZES), SIZES)
-    assert sent == SIZES["b"] + SIZES["c"] and opened == ["a", "b", "c"]
+    assert sent == SIZES["b"] + SIZES["c"] + SIZES["e"] and opened == ["a", "b", "c", "e"]
     for name in SIZES:
         assert (target / name).read_bytes() == _data(name)
     assert len(os.listdir(target)) == len(SIZES)

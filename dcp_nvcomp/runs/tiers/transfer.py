@@ -2,12 +2,12 @@
 
 Both sides know beforehand which files go, and of what sizes. A side that fails goes on with the exchange, as the other
 one would wait in vain; what failed is in its result. To the durable tier each file is sent once, by one rank that has
-it, unless an upload that was cut short has left it there whole.
+it, unless it is there as it is: from an upload that was cut short, or in a step of which another file was lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -149,24 +149,44 @@ class SourceError(StorageError):
 
 
 def upload_files(source: Filesystem, target: Filesystem, names: Collection[str], sizes: Mapping[str, int]) -> int:
-    """Copy files to a directory."""
+    """Copy files to a directory, but for those that are there and the same."""
     target.refuse_link()
     target.create_directory()
     there = {file.name: file.nbytes for file in target.list_files()}
-    missing = [name for name in sorted(names) if there.get(name) != sizes[name]]
-    target.remove([name for name in missing if name in there])  # cut short
+    sized = {name for name in names if there.get(name) == sizes[name]}
+    missing = [name for name in sorted(names) if name not in sized or not _is_same(source, target, name, sizes[name])]
+    target.remove([name for name in missing if name in there])
     for name in missing:
         _upload(source, target, name, sizes[name])
     return sum(sizes[name] for name in missing)
 
 
+def _is_same(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> bool:
+    """Compare the bytes: a disk may have changed them, and what is uploaded is reported to be safe."""
+    there = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
+    for start, piece in _read(source, name, nbytes):
+        try:
+            target.read_into(name, start, there[: len(piece)])
+        except CheckpointError:
+            return False
+        if not np.array_equal(piece, there[: len(piece)]):
+            return False
+    return True
+
+
 def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> None:
     with target.open_output(name) as output:
-        buffer = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
-        for start in range(0, nbytes, _UPLOADED_PIECE_NBYTES):
-            piece = buffer[: min(_UPLOADED_PIECE_NBYTES, nbytes - start)]
-            try:
-                source.read_into(name, start, piece)
-            except CheckpointError as error:
-                raise SourceError(error.message, path=source.location(name)) from error
+        for _, piece in _read(source, name, nbytes):
             output.write(piece)
+
+
+def _read(source: Filesystem, name: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the pieces of a file, each with its start, in one buffer."""
+    buffer = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
+    for start in range(0, nbytes, _UPLOADED_PIECE_NBYTES):
+        piece = buffer[: nbytes - start]
+        try:
+            source.read_into(name, start, piece)
+        except CheckpointError as error:
+            raise SourceError(error.message, path=source.location(name)) from error
+        yield start, piece
