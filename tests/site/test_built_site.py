@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
+import json
 import os
 import posixpath
+import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -106,3 +110,51 @@ def test_the_api_names_everything(site: Path) -> None:
     public = {*dcp_nvcomp.__all__, *dcp_nvcomp.runs.__all__, *dcp_nvcomp.tools.__all__}
     assert not [name for name in public - {"__version__", "codecs"} if name not in text]
     assert ">>>" in text and "Raises" in text
+
+
+def _in_chromium(url: str, home: Path) -> str:
+    """Return a page's DOM after its scripts ran, without a window or a network."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("apt-get install chromium")
+    quiet = "--disable-background-networking --disable-component-update --disable-sync --no-first-run --disable-gpu"
+    files = f"--no-sandbox --allow-file-access-from-files --user-data-dir={home}"
+    command = [chromium, "--headless", *quiet.split(), *files.split(), "--virtual-time-budget=60000", "--dump-dom", url]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+
+
+@pytest.mark.ci
+def test_search_works_from_the_disk(site: Path, tmp_path: Path) -> None:
+    found = _in_chromium(f"{(site / 'index.html').as_uri()}?q=reshard", tmp_path)
+    first = re.findall(r'<a href="([^"]+#[^"]+)" class="md-search-result__link"', found)[0]
+    path, _, anchor = first.removeprefix(f"{site.as_uri()}/").partition("#")
+    assert path == "guides/training.html" and anchor in Page(site / path).anchors
+
+
+_WIDTHS = """<pre id="widths"></pre><script>
+const pages = PAGES, widths = {};
+for (const page of pages) {
+  const frame = document.createElement("iframe");
+  Object.assign(frame, { src: page, width: 400, height: 800, onload: () => setTimeout(() => {
+    const { scrollWidth, clientWidth } = frame.contentDocument.documentElement;
+    widths[page] = scrollWidth - clientWidth;
+    if (Object.keys(widths).length < pages.length) return;
+    document.getElementById("widths").textContent = JSON.stringify(widths);
+  }, 1000) });
+  document.body.append(frame);
+}
+</script>"""
+
+
+@pytest.mark.ci
+def test_no_page_scrolls_sideways_on_a_phone(site: Path, tmp_path: Path) -> None:
+    pages = [str(path.relative_to(site)) for path in site.rglob("*.html") if path.name != "404.html"]
+    frames = site / "frames.html"
+    frames.write_text(_WIDTHS.replace("PAGES", json.dumps(pages)))
+    try:
+        found = re.search(r'<pre id="widths">(.+?)</pre>', _in_chromium(frames.as_uri(), tmp_path))
+    finally:
+        frames.unlink()
+    assert found is not None
+    widths = json.loads(html.unescape(found[1]))
+    assert set(widths) == set(pages) and not {page: over for page, over in widths.items() if over > 0}
