@@ -35,7 +35,7 @@ PACKAGING := setup.cfg setup.py $(wildcard dcp_nvcomp/codecs/*.[ch] dcp_nvcomp/c
 
 help:
 	@echo "make demo       train, crash, resume on fewer ranks, compare with stock DCP; the picture is demo-out/demo.png"
-	@echo "make figures    the demo, and its table and picture into docs/performance.md and docs/images"
+	@echo "make figures    the demo, and its table and picture into docs/performance/demo.md and docs/images"
 	@echo "make test       the tests of every room, in minutes"
 	@echo "make test-all   everything, in parts of at most an hour: PARTS=\"kills soak\" runs these; before a release"
 	@echo "make test-frameworks  torchtitan and torchtune, in an environment of their own, and test-megatron"

@@ -1,4 +1,4 @@
-"""The parts of docs/performance.md on GPUs, made of the JSON of benchmarks.gpu_acceptance."""
+"""What docs/performance.md and docs/performance/gpu.md say of GPUs, made of the JSON of benchmarks.gpu_acceptance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ __all__ = ["RESULT_NAME", "checked_result", "gpu_section", "gpu_summary"]
 RESULT_NAME = "gpu-acceptance.json"
 
 _NO_SUMMARY = """**Nothing on this page was measured on a GPU.** The CUDA engine is written, its kernels compile for \
-sm_80, sm_90 and sm_100 and run on a CPU in the tests, but it has not run on a GPU yet; see [The GPU](#the-gpu)."""
+sm_80, sm_90 and sm_100 and run on a CPU in the tests, but it has not run on a GPU yet; see \
+[The GPU](performance/gpu.md)."""
 
 _NO_SECTION = """There are no figures yet, and the defaults that depend on them (slice sizes, batch sizes, two engines \
 per device) are guesses based on nvCOMP's documentation. They will be the result of one run on a GPU:
@@ -59,7 +60,7 @@ def gpu_summary(results: Path) -> str:
     result = checked_result(results)
     if result is None:
         return _NO_SUMMARY
-    return f"Measurements on a GPU are of one run on an {result['machine']['gpu']}; see [The GPU](#the-gpu)."
+    return f"Measurements on a GPU are of one run on an {result['machine']['gpu']}; see [The GPU](performance/gpu.md)."
 
 
 def gpu_section(results: Path, table: TableText) -> str:

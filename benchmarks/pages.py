@@ -6,8 +6,9 @@ A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins
 `<!-- machine SUITE -->` stands for a sentence on machine, date and command, and `<!-- targets SUITE -->` for the list
 of the suite's targets; of a suite without results they say so. `<!-- gpu section -->` is all that is known of GPUs,
 from results/gpu-acceptance.json, and `<!-- gpu summary -->` a sentence on it; see gpu_pages.py. `<!-- gpu traffic -->`
-is counted, see gpu_traffic.py. `<!-- headline table -->`, `worst` and `machine` are what is on the first pages, and
-docs/images/headline.png is drawn anew; see headline.py.
+is counted, see gpu_traffic.py. `<!-- summary performance -->` is what the suites found, see summary.py. `<!-- headline
+table -->`, `worst` and `machine` are what is on the first pages, and docs/images/headline.png is drawn anew; see
+headline.py.
 tests/benchmarks/test_pages.py checks that the documents are up to date.
 """
 
@@ -24,6 +25,7 @@ from benchmarks.gpu_traffic import gpu_traffic
 from benchmarks.headline import draw_headline, headline_machine, headline_table, headline_worst
 from benchmarks.measuring import Spread
 from benchmarks.results import Table
+from benchmarks.summary import performance_summary
 
 __all__ = ["DOCUMENTS", "PICTURE", "filled", "main"]
 
@@ -32,10 +34,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = (
     ROOT / "README.md",
     *(ROOT / "docs" / name for name in ("index.md", "performance.md", "codecs.md", "storage.md", "guides/choosing.md")),
+    *sorted((ROOT / "docs" / "performance").glob("*.md")),  # demo.md is filled by examples/demo_report.py
 )
 PICTURE = ROOT / "docs" / "images" / "headline.png"
 _HEADLINES = {"table": headline_table, "worst": headline_worst, "machine": headline_machine}
-_PLACE = re.compile(r"<!-- (results|machine|targets|gpu|headline) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
+_PLACE = re.compile(
+    r"<!-- (results|machine|targets|gpu|headline|summary) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL
+)
 
 
 def filled(text: str) -> str:
@@ -51,11 +56,12 @@ def filled(text: str) -> str:
         "targets": lambda suite, _: _targets(_result(suite)),
         "gpu": lambda part, _: _gpu(part),
         "headline": lambda part, _: _HEADLINES[part](RESULTS),
+        "summary": lambda part, _: performance_summary(RESULTS),
     }
 
     def fill(place: re.Match[str]) -> str:
         kind, what, more = place.groups()
-        if kind not in ("gpu", "headline") and not (RESULTS / f"{what.partition('/')[0]}.json").exists():
+        if kind not in ("gpu", "headline", "summary") and not (RESULTS / f"{what.partition('/')[0]}.json").exists():
             return f"<!-- {kind} {what}{more} -->\nNot measured yet.\n<!-- end -->"
         return f"<!-- {kind} {what}{more} -->\n{fillers[kind](what, more.split())}\n<!-- end -->"
 

@@ -1,6 +1,6 @@
 """The demo's table, as text and as Markdown, and its picture.
 
-python examples/demo_report.py demo-out     puts both into docs/performance.md and docs/images, as `make figures` does
+python examples/demo_report.py demo-out     puts both into docs/performance/demo.md and docs/images, like `make figures`
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def draw(compared: dict[str, Any], jobs: list[dict[int, float]], lost: list[tupl
 
 
 def publish(output: Path, root: Path) -> None:
-    """Puts a demo's table and picture into docs/performance.md."""
+    """Puts a demo's table and picture into docs/performance/demo.md."""
     begin, end = "<!-- measured by make demo -->\n", "<!-- end -->"
-    page = root / "docs" / "performance.md"
+    page = root / "docs" / "performance" / "demo.md"
     before, _, rest = page.read_text().partition(begin)
     after = rest.partition(end)[2]
     page.write_text(before + begin + (output / "table.md").read_text() + end + after)

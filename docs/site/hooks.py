@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGES: Final = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 _DOCUMENTS: Final = {page: document for document, page in PAGES.items() if page != "index.md"}
-_LONG: Final = ("changelog.md", "performance.md", "reliability.md")
+_LONG: Final = ("changelog.md", "performance", "reliability.md")
 _LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?( \"[^\"]*\")?\)")
 
 
@@ -38,7 +38,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Let each link lead to its place in the site, and searches to guides before tables and lists of changes."""
-    if page.file.src_uri in _LONG:
+    if page.file.src_uri.startswith(_LONG):
         page.meta["search"] = {"boost": 0.1}
 
     def replaced(match: re.Match[str]) -> str:

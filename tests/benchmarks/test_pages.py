@@ -17,7 +17,7 @@ from benchmarks.results import Report
 @pytest.mark.parametrize("path", pages.DOCUMENTS, ids=lambda path: path.name)
 def test_documents_are_up_to_date(path: Path) -> None:
     text = path.read_text()
-    assert re.search("<!-- (results|headline) ", text)
+    assert re.search("<!-- (results|headline|gpu|measured) ", text)
     assert pages.filled(text) == text, "run python -m benchmarks.pages"
 
 

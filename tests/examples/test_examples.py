@@ -33,12 +33,12 @@ def test_save_load(tmp_path: Path) -> None:
 
 
 def test_a_demo_is_published(tmp_path: Path) -> None:
-    output, page = tmp_path / "demo-out", tmp_path / "docs" / "performance.md"
+    output, page = tmp_path / "demo-out", tmp_path / "docs" / "performance" / "demo.md"
     output.mkdir()
-    page.parent.mkdir()
+    page.parent.mkdir(parents=True)
     (output / "table.md").write_text("| a |\n")
     (output / "demo.png").write_bytes(b"drawn")
-    page.write_text((EXAMPLES.parent / "docs" / "performance.md").read_text())
+    page.write_text((EXAMPLES.parent / "docs" / "performance" / "demo.md").read_text())
     sys.path.insert(0, str(EXAMPLES))
     try:
         from demo_report import publish

@@ -4,7 +4,7 @@ The save runs on a thread and process groups of its own. Tensors on a GPU are en
 staged in segments (segments.py). What is in host memory is copied to shared memory (copied_write.py). Where a process
 of our own does not find the storage, or training leaves no core for it, host tensors too are encoded before the call
 returns: in the background that would take as much from training (measured with 2 ranks on 2 cores,
-docs/performance.md).
+docs/performance/asynchronous.md).
 """
 
 from __future__ import annotations
