@@ -74,7 +74,7 @@ def main(
     if plot is not None:
         from benchmarks.plots import draw
 
-        draw(report, plot)
+        draw(report.plots, report.facts["machine"], plot)
 
 
 def run_suite(suite: str, settings: Settings) -> Report:

@@ -95,10 +95,8 @@ def run(settings: Settings) -> Report:
             lost: dict[str, list[tuple[Any, Spread]]] = {name: [] for name in CONTENDERS}
             for world_size in (1,) if settings.quick else (1, core_count()):
                 for name, spread in _lost(report, world_size, nbytes, scratch).items():
-                    lost[name].append((world_size, spread))
-            report.plots.append(
-                Plot("Training that a save in the background costs", f"ranks on {core_count()} cores", "seconds", lost)
-            )
+                    lost[name].append(("1 rank" if world_size == 1 else f"{world_size} ranks", spread))
+            report.plots.append(Plot("Training that a save costs", f"on {core_count()} cores", "seconds lost", lost))
         if settings.wants("small"):
             _small(report, scratch)
         if settings.wants("returns"):

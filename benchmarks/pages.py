@@ -24,6 +24,7 @@ from benchmarks.gpu_pages import gpu_section, gpu_summary
 from benchmarks.gpu_traffic import gpu_traffic
 from benchmarks.headline import draw_headline, headline_machine, headline_table, headline_worst
 from benchmarks.measuring import Spread
+from benchmarks.plots import draw, plots_of
 from benchmarks.results import Table
 from benchmarks.summary import performance_summary
 
@@ -119,10 +120,13 @@ def _targets(result: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Fill all documents, and draw the picture."""
+    """Fill all documents, and draw the pictures."""
     for path in DOCUMENTS:
         path.write_text(filled(path.read_text()))
     draw_headline(RESULTS, PICTURE)
+    for picture in PICTURE.parent.glob("*.png"):
+        if (result := RESULTS / f"{picture.stem}.json").exists() and (plots := plots_of(_result(result.stem))):
+            draw(plots, _result(result.stem)["machine"], picture)
 
 
 if __name__ == "__main__":

@@ -1,39 +1,56 @@
-"""Draws the panels of a report, side by side in one picture."""
+"""Draws the panels of a report, side by side in one picture; one color for each contender through all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import Spread
-from benchmarks.results import Plot, Report
+from benchmarks.results import Plot
 
-__all__ = ["draw"]
+__all__ = ["draw", "plots_of"]
 
 # The same color for the same writer in every picture.
-COLORS = {"dcp_nvcomp": "#2e9e5b", "dcp": "#b8bec6", "dcp+zstd": "#6f8fb5", "zipnn": "#d08c3c", "boto3": "#8d6cab"}
-OTHER_COLORS = ("#c2514e", "#3f7fbf", "#9aa23a", "#7a5c3e", "#4fb3a9", "#b0589d", "#555b66", "#e0b23c")
+COLORS = {
+    "dcp_nvcomp": "#2e9e5b",
+    "dcp": "#b8bec6",
+    "dcp+zstd": "#6f8fb5",
+    "zipnn": "#d08c3c",
+    "boto3": "#8d6cab",
+    "torch_checkpointing": "#e0b23c",
+}
+OTHER_COLORS = ("#c2514e", "#3f7fbf", "#9aa23a", "#7a5c3e", "#4fb3a9", "#b0589d", "#555b66", "#20606b")
 
 
-def draw(report: Report, path: Path) -> None:
-    """Write the report's plots to `path`, a PNG."""
+def plots_of(result: Mapping[str, Any]) -> list[Plot]:
+    """Return the plots of a suite's results as JSON has them; those of older runs have none."""
+
+    def points(series: Sequence[Any]) -> list[tuple[Any, Any]]:
+        return [(x, Spread(tuple(y["values"])) if isinstance(y, dict) else y) for x, y in series]
+
+    return [
+        Plot(**{**plot, "series": {name: points(series) for name, series in plot["series"].items()}})
+        for plot in result.get("plots", ())
+    ]
+
+
+def draw(plots: Sequence[Plot], machine: Mapping[str, Any], path: Path) -> None:
+    """Write plots to `path`, a PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    plots = report.plots
-    columns = min(len(plots), 3)
+    columns = min(len(plots), 2 if len(plots) in (2, 4) else 3)
     lines = -(-len(plots) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(5.6 * columns, 4.2 * lines), squeeze=False)
     for plot, panel in zip(plots, axes.flat, strict=False):
         _panel(panel, plot)
     for panel in list(axes.flat)[len(plots) :]:
         panel.set_visible(False)
-    about = report.facts["machine"]
-    figure.text(
-        0.01, 0.005, f"{report.facts['command']}; {about.get('gpu') or about['cpu']}", fontsize=7, color="#555555"
-    )
+    where = machine.get("gpu") or f"{machine['cores']} cores of an {machine['cpu']}"
+    figure.text(0.01, 0.005, where, fontsize=7, color="#555555")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -147,6 +147,9 @@ class Report:
                 {"what": c.what, "value": c.value, "at_least": c.at_least, "bound": c.bound, "met": c.met}
                 for c in self.checks
             ],
+            "plots": [
+                {**vars(plot), "series": {name: list(s) for name, s in plot.series.items()}} for plot in self.plots
+            ],
             "notes": self.notes,
         }
 

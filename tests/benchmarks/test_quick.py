@@ -9,7 +9,7 @@ import math
 import subprocess
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from benchmarks.asynchronous import CONTENDERS
 from benchmarks.auto_states import auto_states
 from benchmarks.in_memory import EngineCoder, have_zipnn, zstd_nbytes
 from benchmarks.measuring import Case, Settings, Spread, alternate, paired
-from benchmarks.plots import draw
+from benchmarks.plots import draw, plots_of
 from benchmarks.results import Report
 from benchmarks.sinks import LimitedFileSystem, link
 from benchmarks.states import State, build_state, component, load_state, nbytes_of, small_tensors
@@ -45,10 +45,11 @@ def checked(report: Report, tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
     console = Console(width=250, record=True, file=io.StringIO())
     report.show(console)
     text = console.export_text()
-    draw(report, tmp_path / "plots" / "plot.png")
-    assert (tmp_path / "plots" / "plot.png").read_bytes().startswith(b"\x89PNG")
     report.write_json(tmp_path / "results" / "report.json")
     found = json.loads((tmp_path / "results" / "report.json").read_text())
+    assert plots_of(found) == [replace(p, series={k: list(v) for k, v in p.series.items()}) for p in report.plots]
+    draw(plots_of(found), found["machine"], tmp_path / "plots" / "plot.png")
+    assert (tmp_path / "plots" / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert {"suite", "quick", "machine", "versions", "command", "date", "tables", "checks", "notes"} <= found.keys()
     assert found["quick"] and {"cpu", "cores", "load_before"} <= found["machine"].keys()
     for table in report.tables:
