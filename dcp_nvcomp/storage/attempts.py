@@ -42,20 +42,11 @@ class Attempts(ABC):
     """Sends requests on an event loop, and retries what is transient until the deadline."""
 
     _stays_in_process = False  # whether a forked child must make one of its own
+    _first_pause_seconds, _longest_pause_seconds = 0.1, 5.0
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        deadline_seconds: float,
-        *,
-        first_pause_seconds: float = 0.1,
-        longest_pause_seconds: float = 5.0,
-        redact: Redactor,
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, deadline_seconds: float, *, redact: Redactor) -> None:
         self._loop, self._pid = loop, os.getpid()
         self._redact = redact
-        self._first_pause_seconds = first_pause_seconds
-        self._longest_pause_seconds = longest_pause_seconds
         self.deadline_seconds = deadline_seconds
         self.removal_seconds = min(_REMOVAL_SECONDS, deadline_seconds)
 

@@ -9,7 +9,7 @@ import importlib.metadata
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import fsspec
@@ -24,11 +24,11 @@ from dcp_nvcomp.storage.file_servers.filesystem import open_file_server
 from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, SMB, file_server_url
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.objects.filesystem import open_object_store
+from dcp_nvcomp.storage.objects.azure import open_azure
+from dcp_nvcomp.storage.objects.gcs import open_gcs
 from dcp_nvcomp.storage.objects.options import AZURE, GCS, azure_url, gcs_url
-from dcp_nvcomp.storage.remote import PARALLEL_READS, part_nbytes
-from dcp_nvcomp.storage.s3 import client as s3_client
-from dcp_nvcomp.storage.s3 import filesystem as s3
+from dcp_nvcomp.storage.objects.s3 import open_s3
+from dcp_nvcomp.storage.remote import part_nbytes
 
 # `dcpz:///path` and `dcpz+s3://bucket/key` tell stock DCP to save through this package; here they are the place itself.
 MARK: Final = "dcpz"
@@ -56,6 +56,11 @@ def without_mark(path: str) -> str:
 
 
 _S3 = ("s3", "s3a")
+_OPENERS: Final[dict[str, Callable[[str, dict[str, Any], float, Sequence[str]], Filesystem]]] = {
+    **dict.fromkeys(AZURE, open_azure),
+    **dict.fromkeys(GCS, open_gcs),
+    **dict.fromkeys(FILE_SERVERS, open_file_server),
+}
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(::.*)?://", re.DOTALL)
 # What pathlib makes of a URL.
 _FOLDED_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+):/(?!/)")
@@ -109,22 +114,16 @@ def _open(
     chained = url is not None and url[2] is not None
     for package in _packages(protocol):
         refuse_old(package, f"{protocol}://")
-    if protocol in (*AZURE, *GCS) and not chained:
+    if protocol in _OPENERS and not chained:
         with _configuration_errors(text, options):
-            return open_object_store(
-                text, protocol, options=options, deadline_seconds=deadline_seconds, known_options=known_options
-            )
-    if protocol in FILE_SERVERS and not chained:
-        with _configuration_errors(text, options):
-            return open_file_server(
-                text, protocol, options=options, deadline_seconds=deadline_seconds, known_options=known_options
-            )
+            return _OPENERS[protocol](text, options, deadline_seconds, known_options)
     _check_options(_filesystem_class(protocol, text), protocol, options, known_options, may_pass=chained)
     if protocol in ("file", "local") and not chained:
         local = os.path.expanduser(text[url.end() :] if url else text)
         return PosixFilesystem(text, os.path.abspath(local), sync_files=sync_files, directory_mode=directory_mode)
     if protocol in _S3 and not chained:
-        return _open_s3(text, options, deadline_seconds)
+        with _configuration_errors(text, options):
+            return open_s3(text, options, deadline_seconds)
     return _open_fsspec(text, protocol, options)
 
 
@@ -174,21 +173,6 @@ def real_place(path: str | os.PathLike[str]) -> str:
         return file_server_url(text)
     stripped = str(_filesystem_class(protocol, text)._strip_protocol(text))
     return f"{'s3' if protocol in _S3 else protocol}://{stripped.strip('/')}"
-
-
-def _open_s3(path: str, options: dict[str, Any], deadline_seconds: float) -> Filesystem:
-    pool = {"max_pool_connections": 2 * PARALLEL_READS}  # botocore's 10 would queue our parallel reads
-    config = s3_client.client_options({**pool, **(options.get("config_kwargs") or {})})
-    nbytes = part_nbytes(options)
-    with _configuration_errors(path, options):
-        fs, root = fsspec.url_to_fs(path, **{"use_listings_cache": False, **options, "config_kwargs": config})
-        fs.connect()  # no request yet, but wrong client options show here
-        s3.check_additional_kwargs(fs)
-        s3.drop_expect_header(fs)
-    grow = not options.get("fixed_upload_size")
-    return s3.S3Filesystem(
-        path, fs, root, options=options, part_nbytes=nbytes, parts_grow=grow, deadline_seconds=deadline_seconds
-    )
 
 
 def _open_fsspec(path: str, protocol: str, options: dict[str, Any]) -> Filesystem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompWriter, errors
+from dcp_nvcomp.storage.attempts import Attempts
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
-from dcp_nvcomp.storage.s3.client import S3Client
 from tests.checkpoints import load
 from tests.states import State, assert_same
 
@@ -109,8 +108,7 @@ def cause_of(error: Exception) -> BaseException:
 
 def wired(request: pytest.FixtureRequest, name: str, elements: int = 3 << 20) -> Iterator[Wire]:
     """Open a store by its name; tests wait for what is retried, not for the pauses between."""
-    quick = functools.partial(S3Client, first_pause_seconds=0.01)
-    request.getfixturevalue("monkeypatch").setattr("dcp_nvcomp.storage.s3.filesystem.S3Client", quick)
+    request.getfixturevalue("monkeypatch").setattr(Attempts, "_first_pause_seconds", 0.01)
     requests, fixture, _ = STORES[name]
     url, direct = request.getfixturevalue(fixture)
     fields = dict(field.split("=", 1) for field in filter(None, direct.get("connection_string", "").split(";")))

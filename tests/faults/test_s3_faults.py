@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
-from dcp_nvcomp.storage.s3.client import S3Client
+from dcp_nvcomp.storage.objects.s3 import S3Bucket
 from tests.checkpoints import assert_loads, save
 from tests.distributed.launch import RankPool, ranks
 
@@ -196,9 +196,9 @@ def test_credentials_that_may_neither_list_nor_look(wire: Wire, monkeypatch: pyt
     """S3 answers 403, not 404, to who asks for a missing object and may not list."""
     from botocore.exceptions import ClientError
 
-    real = S3Client.send
+    real = S3Bucket.send
 
-    async def send(self: S3Client, operation: str, **parameters: Any) -> dict[str, Any]:
+    async def send(self: S3Bucket, operation: str, **parameters: Any) -> dict[str, Any]:
         if operation in ("head_object", "list_objects_v2", "list_multipart_uploads"):
             reply = {"Error": {"Code": "403"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
             raise PermissionError(13, "Forbidden") from ClientError(reply, operation)
@@ -206,7 +206,7 @@ def test_credentials_that_may_neither_list_nor_look(wire: Wire, monkeypatch: pyt
 
     for number in (1, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(S3Client, "send", send)
+            patch.setattr(S3Bucket, "send", send)
             assert wire.save(number, direct=True) is None
         assert wire.load(direct=True) == number
 

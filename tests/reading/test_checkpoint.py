@@ -21,7 +21,7 @@ from dcp_nvcomp.format.data_file import read_footers
 from dcp_nvcomp.format.metadata.shards import StockItem
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.s3.filesystem import S3Filesystem
+from dcp_nvcomp.storage.objects.s3 import S3Filesystem
 from tests.checkpoints import data_file, flip, save_stock
 from tests.conformance.values import all_values
 from tests.states import assert_same, assert_same_bits

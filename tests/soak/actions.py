@@ -17,8 +17,8 @@ from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.objects.s3 import S3Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
-from dcp_nvcomp.storage.s3.filesystem import S3Filesystem
 from tests.faults.intercept import Fault, FaultyCalls, intercept_system_calls
 
 from .contents import content, facts, local, placed

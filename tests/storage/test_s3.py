@@ -42,7 +42,7 @@ def test_the_user_chooses_the_part_size(s3_store: Place) -> None:
 
 
 def test_parts_grow_so_that_ten_thousand_suffice(s3_store: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_nvcomp.storage.s3.object._PARTS_BEFORE_GROWTH", 2)
+    monkeypatch.setattr("dcp_nvcomp.storage.objects.s3._PARTS_BEFORE_GROWTH", 2)
     url, options = s3_store
     filesystem = open_filesystem(url, storage_options={**options, "default_block_size": 5 << 20})
     data = bytes(range(256)) * (36 << 12)  # 36 MiB: parts of 5, 5, 10, 10 and the rest

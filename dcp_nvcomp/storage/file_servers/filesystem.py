@@ -28,9 +28,10 @@ from dcp_nvcomp.storage.remote import RemoteFilesystem
 
 
 def open_file_server(
-    path: str, protocol: str, *, options: Mapping[str, Any], deadline_seconds: float, known_options: Sequence[str] = ()
+    path: str, options: Mapping[str, Any], deadline_seconds: float, known_options: Sequence[str] = ()
 ) -> ServerFilesystem:
     """Open the place of one checkpoint; nothing is sent yet."""
+    protocol = path.partition("://")[0]
     connection: Callable[[ServerPlace], Connection]
     try:
         if protocol in SMB:

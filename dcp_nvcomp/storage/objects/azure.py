@@ -10,7 +10,7 @@ import errno
 import functools
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Final, TypeVar
@@ -27,9 +27,10 @@ from dcp_nvcomp.storage.objects.bucket import (
     Bucket,
     Found,
     NoAnswerError,
+    ObjectFilesystem,
     if_there,
 )
-from dcp_nvcomp.storage.objects.options import Place
+from dcp_nvcomp.storage.objects.options import Place, azure_place
 from dcp_nvcomp.storage.remote import PartedOutput
 
 T = TypeVar("T")
@@ -75,6 +76,15 @@ def _obstore() -> ModuleType:
         )
     module: ModuleType = obstore
     return module
+
+
+def open_azure(
+    path: str, options: Mapping[str, Any], deadline_seconds: float, known_options: Sequence[str]
+) -> ObjectFilesystem:
+    """Open a URL of Azure; no request is sent."""
+    place = azure_place(path, options, known_options)
+    container = AzureContainer(place, deadline_seconds, Redactor(path, {**options, **place.client}))
+    return ObjectFilesystem(path, place.prefix, place.part_nbytes, container, AzureOutput)
 
 
 class AzureContainer(Bucket):

@@ -1,4 +1,4 @@
-"""What an object store does for a checkpoint: the requests that Azure and Google Cloud Storage both have."""
+"""A bucket: the requests that all object stores have, and a checkpoint's directory in one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, NamedTuple, TypeVar
 
+from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.attempts import Attempts
-from dcp_nvcomp.storage.conditional import Target
+from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, clock_name, too_short
+from dcp_nvcomp.storage.conditional import Target, publish
+from dcp_nvcomp.storage.remote import RemoteFilesystem
 
 T = TypeVar("T")
 
@@ -49,6 +52,8 @@ def status_of(error: BaseException | None) -> int:
     """Return the HTTP status of the answer that caused an error; 0 if there was none."""
     while error is not None:
         status = getattr(error, "response", None)
+        if isinstance(status, dict):  # botocore's
+            return int(status.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         if isinstance(status, int):
             return status
         error = error.__cause__
@@ -59,8 +64,8 @@ async def if_there(request: Awaitable[T], otherwise: T) -> T:
     """Return what a request returns, or `otherwise` if what it asks for is not there."""
     try:
         return await request
-    except AnswerError as error:
-        if error.response != 404:
+    except Exception as error:
+        if status_of(error) != 404:
             raise
     return otherwise
 
@@ -137,3 +142,84 @@ class BucketTarget(Target):
 
     def is_refusal(self, error: Exception) -> bool:
         return status_of(error) in (409, 412)
+
+
+class ObjectFilesystem(RemoteFilesystem):
+    """A checkpoint's directory in a bucket or container: objects below a prefix."""
+
+    def __init__(
+        self, path: str, prefix: str, part_nbytes: int, bucket: Bucket, output: Callable[..., OutputStream]
+    ) -> None:
+        super().__init__(path, prefix, part_nbytes, {})
+        self._bucket, self._output = bucket, output
+
+        self._prefix = f"{self._root}/" if self._root else ""
+
+    def create_directory(self) -> None:
+        pass  # there are none
+
+    def open_output(self, name: str) -> OutputStream:
+        return self._output(self._bucket, self._key(name), self.location(name), self._part_nbytes, replaces=False)
+
+    def open_replacement(self, name: str) -> OutputStream:
+        return self._output(self._bucket, self._key(name), self.location(name), self._part_nbytes, replaces=True)
+
+    def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
+        target = BucketTarget(self._bucket, self._key(name), self.location(name))
+        publish(self._bucket, target, data, overwrite=overwrite)
+
+    def _get(self, name: str, start: int, stop: int) -> bytes:
+        key, where = self._key(name), self.location(name)
+        try:
+            return self._bucket.call("read", where, lambda: self._bucket.get(key, start, stop))
+        except StorageError as error:
+            nbytes = self.file_nbytes(name) if status_of(error) == BEYOND_END else None
+            if nbytes is not None and nbytes <= start:
+                raise too_short(where, start, stop, nbytes) from error
+            raise
+
+    def file_nbytes(self, name: str) -> int | None:
+        key = self._key(name)
+        found = self._bucket.call("look up", self.location(name), lambda: self._bucket.head(key))
+        return None if found is None else found.nbytes
+
+    def list_files(self) -> list[FileInfo]:
+        return sorted(self._files(deep=False), key=lambda file: file.name)
+
+    def list_folders(self) -> list[str]:
+        _, folders = self._bucket.list(self.path, self._root, deep=False)
+        return sorted(self._name(folder).rstrip("/") for folder in folders)
+
+    def list_below(self) -> Below:
+        return Below(self._files(deep=True), [], {})
+
+    def _files(self, *, deep: bool) -> list[FileInfo]:
+        found, _ = self._bucket.list(self.path, self._root, deep=deep)
+        named = [(self._name(one.key), one) for one in found]
+        # what web consoles make for a "folder" is no file
+        return [FileInfo(name, one.nbytes, one.modified_seconds) for name, one in named if name and name[-1] != "/"]
+
+    def _name(self, key: str) -> str:
+        return key.removeprefix(self._prefix)
+
+    def now_seconds(self) -> float:
+        key, bucket = self._key(clock_name()), self._bucket
+
+        async def attempt() -> Found:
+            await bucket.put(key, b"")
+            found = await bucket.head(key)
+            if found is None:
+                raise NoAnswerError("an object that was just written is not there")
+            return found
+
+        try:
+            return bucket.call("ask for the time", self.path, attempt).modified_seconds
+        finally:
+            self._delete(key, self.path)
+
+    def _remove(self, name: str) -> None:
+        self._delete(self._key(name), self.location(name))
+
+    def _delete(self, key: str, where: str) -> None:
+        bucket = self._bucket
+        bucket.call("remove", where, lambda: bucket.delete(key), deadline_seconds=bucket.removal_seconds)

@@ -10,7 +10,7 @@ import base64
 import json
 import re
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -28,10 +28,11 @@ from dcp_nvcomp.storage.objects.bucket import (
     Bucket,
     Found,
     NoAnswerError,
+    ObjectFilesystem,
     if_there,
     status_of,
 )
-from dcp_nvcomp.storage.objects.options import Place
+from dcp_nvcomp.storage.objects.options import gcs_place
 from dcp_nvcomp.storage.remote import PartedOutput
 
 TYPE: Final = "application/octet-stream"
@@ -73,19 +74,20 @@ def _printable(body: bytes) -> str:
     return " ".join(body[:_WORDS].decode("utf-8", "replace").split())
 
 
-def connect(place: Place) -> Any:
-    """Return the gcsfs filesystem with a place's credentials. No request is sent to the storage."""
+def open_gcs(
+    path: str, options: Mapping[str, Any], deadline_seconds: float, known_options: Sequence[str]
+) -> ObjectFilesystem:
+    """Open a URL of Google Cloud Storage; no request is sent to the storage."""
+    place = gcs_place(path, options, known_options)
     try:
         from gcsfs.core import GCSFileSystem
     except ImportError as error:
         raise ConfigurationError("gs:// is not available here: pip install 'dcp-nvcomp[gcs]'.") from error
-    return GCSFileSystem(**place.client)
-
-
-def secrets_of(fs: Any) -> dict[str, str]:
-    """Return what of a filesystem's credentials no message may show."""
-    values = {name: getattr(fs.credentials.credentials, name, None) for name in _SECRETS}
-    return {name: value for name, value in values.items() if isinstance(value, str)}
+    fs = GCSFileSystem(**place.client)
+    secrets = {name: getattr(fs.credentials.credentials, name, None) for name in _SECRETS}
+    hidden = {name: value for name, value in secrets.items() if isinstance(value, str)}
+    bucket = GcsBucket(fs, place.bucket, deadline_seconds, Redactor(path, {**place.client, "credentials": hidden}))
+    return ObjectFilesystem(path, place.prefix, place.part_nbytes, bucket, GcsOutput)
 
 
 def checksum_text(checksum: int) -> str:
