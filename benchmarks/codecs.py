@@ -9,8 +9,7 @@ from benchmarks.measuring import Settings, Spread, core_count
 from benchmarks.results import Plot, Report
 from benchmarks.states import build_state, nbytes_of
 from dcp_nvcomp.choosing.bench import CODECS
-from dcp_nvcomp.choosing.measuring import measure_codec
-from dcp_nvcomp.choosing.model import CodecRates
+from dcp_nvcomp.choosing.measuring import CodecRates, measure_codec
 
 
 def run(settings: Settings) -> Report:

@@ -29,33 +29,23 @@ _WORTH_SAYING_SECONDS = 0.01
 # Tables show the slowest ranks and the largest components.
 _MOST_RANKS = 32
 _MOST_COMPONENTS = 24
-_DARK = 0.55  # from here on a cell is so dark that its text is white
 
 _STYLE = """
-:root { color-scheme: light dark; --hot: #c2410c; --size: #2e7d4f; --dim: #5d6675; --cold: #eef0f3; --line: #d9dde4; }
-@media (prefers-color-scheme: dark) {
-  :root { --hot: #e8590c; --size: #3f9d68; --dim: #97a1b0; --cold: #262c35; --line: #333a45; }
-}
+:root { color-scheme: light dark; --slow: #c2410c; --fine: #2e7d4f; --dim: #5d6675; --back: #eef0f3; }
+@media (prefers-color-scheme: dark) { :root { --slow: #e8590c; --fine: #3f9d68; --dim: #97a1b0; --back: #262c35; } }
 body { margin: 0 auto; max-width: 68rem; padding: 1.5rem 1rem; font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.35rem; margin: 0; }
+h1 { font-size: 1.35rem; }
 h2 { font-size: 1.05rem; margin: 2.2rem 0 .3rem; }
-p { margin: .3rem 0; overflow-wrap: anywhere; }
-.path { font-family: ui-monospace, monospace; }
+p { overflow-wrap: anywhere; }
 .dim, dt, th { color: var(--dim); font-size: .88rem; font-weight: 400; }
 dl { display: flex; flex-wrap: wrap; gap: .6rem; }
-dl div { background: var(--cold); border: 1px solid var(--line); border-radius: 8px; padding: .45rem .9rem; }
+dl div { background: var(--back); border-radius: 8px; padding: .45rem .9rem; }
 dd { margin: 0; font-size: 1.15rem; }
-.finding { border-left: 4px solid var(--size); background: var(--cold); padding: .6rem .9rem; }
-.finding.slow { border-left-color: var(--hot); }
+.finding { border-left: 4px solid var(--fine); background: var(--back); padding: .6rem .9rem; }
+.slow { border-left-color: var(--slow); }
 .scroll { overflow-x: auto; }
-table { border-spacing: 2px; font-variant-numeric: tabular-nums; margin: .5rem 0; }
-th, td { text-align: right; padding: .25rem .6rem; white-space: nowrap; border-radius: 4px; }
+th, td { text-align: right; padding: .25rem .6rem; white-space: nowrap; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child { text-align: left; }
-.heat { background: color-mix(in srgb, var(--tone) calc(var(--v) * 100%), var(--cold)); min-width: 4rem; }
-.heat.dark { color: #fff; }
-.time { --tone: var(--hot); }
-.size { --tone: var(--size); }
-small { display: block; opacity: .85; }
 """
 
 
@@ -90,6 +80,7 @@ def write_report(stats: Stats | Sequence[Stats], path: str | os.PathLike[str]) -
             raise ConfigurationError("A report is of one SaveStats, or of LoadStats: one for each rank of a load.")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"These statistics lack something: {type(error).__name__}: {error}.") from error
+    lines.append(f'<p class="dim">dcp_nvcomp {VERSION}. Sizes are in units of 10^n bytes.</p>\n</body>\n</html>')
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -138,9 +129,8 @@ def slowest_rank(ranks: Sequence[RankTimes]) -> str | None:
 def _save_page(found: Mapping[str, Any]) -> Iterator[str]:
     ranks = []
     for rank in found["ranks"]:
-        plan, encode, write = (rank["seconds"].get(stage, 0.0) for stage in _SAVE_STAGES)
-        seconds = dict(zip(_SAVE_STAGES, (plan, encode, write), strict=True))
-        total = plan + max(encode, write)
+        seconds = {stage: rank["seconds"].get(stage, 0.0) for stage in _SAVE_STAGES}
+        total = seconds["plan"] + max(seconds["encode"], seconds["write"])
         ranks.append(RankTimes(int(rank["rank"]), seconds, rank["uncompressed_nbytes"], rank["encoded_nbytes"], total))
     facts = {
         "state": _nbytes(found["uncompressed_nbytes"]),
@@ -161,7 +151,6 @@ def _save_page(found: Mapping[str, Any]) -> Iterator[str]:
         ranks, _SAVE_STAGES, "Encoding and writing overlap: a rank takes its planning and the longer of the two."
     )
     yield from _component_table(found["by_component"])
-    yield from _foot()
 
 
 def _load_page(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -184,14 +173,13 @@ def _load_page(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from _rank_table(
         ranks, _LOAD_STAGES, "Reading and decoding overlap, each on several threads; shown is the busiest thread."
     )
-    yield from _foot()
 
 
 def _head(title: str, path: str, facts: Mapping[str, str], ranks: Sequence[RankTimes]) -> Iterator[str]:
     yield '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{title} of {escape(path)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>"
-    yield f'<h1>{title}</h1>\n<p class="dim path">{escape(path)}</p>\n<dl>'
+    yield f'<h1>{title}</h1>\n<p class="dim">{escape(path)}</p>\n<dl>'
     for name, value in {**facts, "ranks": str(len(ranks))}.items():
         yield f"<div><dt>{name}</dt><dd>{value}</dd></div>"
     yield "</dl>"
@@ -200,11 +188,6 @@ def _head(title: str, path: str, facts: Mapping[str, str], ranks: Sequence[RankT
         yield f'<p class="finding slow">{escape(slow)}</p>'
     elif len(ranks) > 1:
         yield '<p class="finding">No rank was much slower than the others.</p>'
-
-
-def _foot() -> Iterator[str]:
-    yield f'<p class="dim" style="margin-top:2.5rem">dcp_nvcomp {VERSION}. Sizes are in units of 10^n bytes.</p>'
-    yield "</body>\n</html>"
 
 
 def _rank_table(ranks: Sequence[RankTimes], stages: Sequence[str], overlap: str) -> Iterator[str]:
@@ -216,16 +199,18 @@ def _rank_table(ranks: Sequence[RankTimes], stages: Sequence[str], overlap: str)
         yield f'<p class="dim">The {len(shown)} slowest of {len(ranks)} ranks:</p>'
     else:
         shown.sort(key=lambda rank: rank.rank)
-    most = max(seconds for rank in ranks for seconds in rank.seconds.values())
     yield from _table(
         ["rank", *stages, "time", "in memory", "in files"],
-        (
-            f"<td>{rank.rank}</td>"
-            + "".join(_heat("time", rank.seconds[stage], most, _seconds(rank.seconds[stage])) for stage in stages)
-            + f"<td>{_seconds(rank.total_seconds)}</td><td>{_nbytes(rank.nbytes)}</td>"
-            f"<td>{_nbytes(rank.stored_nbytes)}</td>"
+        [
+            [
+                str(rank.rank),
+                *(_seconds(rank.seconds[stage]) for stage in stages),
+                _seconds(rank.total_seconds),
+                _nbytes(rank.nbytes),
+                _nbytes(rank.stored_nbytes),
+            ]
             for rank in shown
-        ),
+        ],
     )
 
 
@@ -233,56 +218,32 @@ def _component_table(components: Mapping[str, Mapping[str, Mapping[str, int]]]) 
     if not components:
         return
     sizes = {
-        name: {codec: (one["uncompressed_nbytes"], one["encoded_nbytes"]) for codec, one in by_codec.items()}
+        name: [sum(one[size] for one in by_codec.values()) for size in ("uncompressed_nbytes", "encoded_nbytes")]
         for name, by_codec in components.items()
     }
-    order = sorted(sizes, key=lambda name: -sum(after for _, after in sizes[name].values()))
-    rows = {name: sizes[name] for name in order[:_MOST_COMPONENTS]}
-    others: dict[str, tuple[int, int]] = {}
-    for name in order[_MOST_COMPONENTS:]:
-        for codec, (before, after) in sizes[name].items():
-            had = others.get(codec, (0, 0))
-            others[codec] = (had[0] + before, had[1] + after)
-    if others:
-        rows[f"{len(order) - _MOST_COMPONENTS} others"] = others
-    codecs = sorted({codec for by_codec in rows.values() for codec in by_codec})
-    most = max((after for by_codec in rows.values() for _, after in by_codec.values()), default=0)
-
-    def row(name: str, by_codec: Mapping[str, tuple[int, int]]) -> str:
-        cells = [f"<td>{escape(name) or '&ndash;'}</td>"]
-        for codec in codecs:
-            before, after = by_codec.get(codec, (0, 0))
-            text = f"{_nbytes(after)}<small>{_ratio(before, after)}</small>" if codec in by_codec else "&ndash;"
-            cells.append(_heat("size", after, most, text))
-        before, after = (sum(sizes[at] for sizes in by_codec.values()) for at in (0, 1))
-        cells.append(f"<td>{_nbytes(before)}</td><td>{_nbytes(after)}</td><td>{_ratio(before, after)}</td>")
-        return "".join(cells)
-
+    shown = sorted(sizes, key=lambda name: -sizes[name][1])[:_MOST_COMPONENTS]
+    codecs = sorted({codec for name in shown for codec in components[name]})
     yield "<h2>Components and codecs</h2>"
-    yield '<p class="dim">Size in the files, the stronger the color the larger, and the ratio.</p>'
-    yield from _table(
-        ["component", *map(escape, codecs), "in memory", "in files", "ratio"], (row(*one) for one in rows.items())
-    )
+    most = f"The {len(shown)} largest of {len(sizes)}: their" if len(shown) < len(sizes) else "Their"
+    yield f'<p class="dim">{most} size in the files by codec, in memory and in the files together, and the ratio.</p>'
+    rows = []
+    for name in shown:
+        before, after = sizes[name]
+        by_codec = components[name]
+        parts = [_nbytes(by_codec[codec]["encoded_nbytes"]) if codec in by_codec else "-" for codec in codecs]
+        rows.append([name or "-", *parts, _nbytes(before), _nbytes(after), f"{before / after:.3f}" if after else "-"])
+    yield from _table(["component", *codecs, "in memory", "in files", "ratio"], rows)
 
 
-def _table(heading: Sequence[str], rows: Iterator[str]) -> Iterator[str]:
-    yield f'<div class="scroll"><table>\n<tr>{"".join(f"<th>{name}</th>" for name in heading)}</tr>'
-    yield from (f"<tr>{row}</tr>" for row in rows)
+def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield '<div class="scroll"><table>'
+    for tag, cells in (("th", heading), *(("td", row) for row in rows)):
+        yield f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
     yield "</table></div>"
-
-
-def _heat(kind: str, value: float, most: float, text: str) -> str:
-    """Return a cell that is the stronger the larger the value is."""
-    part = round(value / most, 3) if most else 0.0
-    return f'<td class="heat {kind}{" dark" if part >= _DARK else ""}" style="--v:{part}">{text}</td>'
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms" if seconds >= 0.001 else "0 ms"
-
-
-def _ratio(before: int, after: int) -> str:
-    return f"{before / after:.3f}" if after else "&ndash;"
 
 
 def _nbytes(nbytes: int) -> str:

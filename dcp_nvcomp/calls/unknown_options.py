@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Sequence
 from typing import Final, Literal
 
@@ -146,6 +147,13 @@ def advice_for(option: str, call: Collection[str]) -> str | None:
         return None
     advice = (_SAVING if kind == "save" else _LOADING).get(option)
     return f"did you mean {advice!r}?" if advice is not None and " " not in advice else advice
+
+
+def refuse_unknown(options: Collection[str], takes: Sequence[str], call: Sequence[str], storage: str) -> None:
+    """Raise if a storage does not take one of these options."""
+    for option in sorted(set(options) - set(takes)):
+        close = difflib.get_close_matches(option, [*call, *takes], n=1, cutoff=0.75)
+        raise unknown_option(option, close, call=call, storage=storage, takes=takes)
 
 
 def unknown_option(

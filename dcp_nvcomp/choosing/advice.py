@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from dcp_nvcomp.choosing.bench import Bench
-from dcp_nvcomp.choosing.model import Prediction
+from dcp_nvcomp.choosing.bench import Bench, Prediction
 from dcp_nvcomp.codecs.auto import STORED
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from dcp_nvcomp.codecs.choose import TINY_NBYTES
@@ -81,15 +80,9 @@ class Advice:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
-        fields = {name: value for name, value in vars(self).items() if name != "workload"}
-        predictions = {"prediction": self.prediction.to_json(), "plain": self.plain.to_json()}
-        return {
-            "schema": 1,
-            "state_nbytes": self.workload.state_nbytes,
-            "ranks": self.workload.ranks,
-            **fields,
-            **predictions,
-        }
+        fields = asdict(self)
+        workload = fields.pop("workload")
+        return {"schema": 1, "state_nbytes": workload["state_nbytes"], "ranks": workload["ranks"], **fields}
 
 
 def advise(
@@ -199,10 +192,9 @@ def workload_of_checkpoint(
 
 def _was_tried(found: Inspection) -> bool:
     """Return True if the checkpoint shows how its state compresses: if not all was stored as it is without a look."""
-    if found.layout != "dcp_nvcomp":
-        return False
     # exponents compress, so only codec="none" stores floats as they are, but for tiny ones
-    return set(found.by_codec) != {STORED.label} or not any(map(_has_exponents, found.items))
+    is_plain = set(found.by_codec) == {STORED.label} and any(map(_has_exponents, found.items))
+    return found.layout == "dcp_nvcomp" and not is_plain
 
 
 def _has_exponents(item: Item) -> bool:

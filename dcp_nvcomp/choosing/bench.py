@@ -1,4 +1,8 @@
-"""bench: measure a storage and this machine, and say what pays."""
+"""bench: measure a storage and this machine, and say what pays.
+
+Encoding and writing overlap. So a save takes what does not grow with the state, and the longer of the two times a
+factor, which whole saves show: they share cores. A load is the same with decoding and reading.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,16 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.choosing.measuring import measure_codec, measure_storage, removing, run_trial, sample_state
-from dcp_nvcomp.choosing.model import CodecRates, Model, Prediction, StorageRates, Trial, break_even_rate
+from dcp_nvcomp.choosing.measuring import (
+    CodecRates,
+    StorageRates,
+    Trial,
+    measure_codec,
+    measure_storage,
+    removing,
+    run_trial,
+    sample_state,
+)
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import check_seconds, check_thread_count
 from dcp_nvcomp.redaction import without_secrets
@@ -23,7 +35,31 @@ CODECS = ("auto", "planes-zstd", "planes-deflate", "zstd", "none")
 _MACHINE_PART, _STORAGE_PART = 0.25, 0.25  # of the time; the rest is for the trials
 _SAMPLE_NBYTES = 128 << 20
 _LEAST_NBYTES = 12 << 20
+_LARGE_NBYTES = 1 << 60
 _TRIAL_SAVES = 4  # about: a save that is not measured, one that is, one to be loaded, and loads
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Expected times of one rank's state.
+
+    Attributes:
+        codec: name of the codec.
+        state_nbytes: size of the state in memory.
+        stored_nbytes: size of its data files.
+        save_seconds: time of a synchronous save.
+        load_seconds: time of a load that finds nothing in a cache.
+        save_bound: `encode` or `write`: what takes most of the save.
+        load_bound: `decode` or `read`.
+    """
+
+    codec: str
+    state_nbytes: int
+    stored_nbytes: int
+    save_seconds: float
+    load_seconds: float
+    save_bound: str
+    load_bound: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +88,12 @@ class Bench:
 
         None if it does at any rate, 0 if it does at none.
         """
-        return break_even_rate(self._model("auto"), self._model("none"))
+        auto, none = self.codecs["auto"], self.codecs["none"]
+        slower = self._factors("auto")[0] / self._factors("none")[0]
+        if slower * none.ratio < auto.ratio and slower * none.encode_rate > auto.encode_rate:
+            return auto.encode_rate / slower / none.ratio
+        compressed, plain = (self.predict(_LARGE_NBYTES, codec).save_seconds for codec in ("auto", "none"))
+        return None if compressed < plain else 0.0
 
     @property
     def sentence(self) -> str:
@@ -77,11 +118,35 @@ class Bench:
         """
         if codec not in self.codecs:
             raise ConfigurationError(f"codec={codec!r} was not measured, only {', '.join(self.codecs)}.")
-        return self._model(codec).predict(state_nbytes, ratio=ratio)
+        rates, (save_factor, load_factor) = self.codecs[codec], self._factors(codec)
+        stored_nbytes = state_nbytes / (rates.ratio if ratio is None else ratio)
+        encode, write = state_nbytes / rates.encode_rate, stored_nbytes / self.storage.write_rate(state_nbytes)
+        decode, read = state_nbytes / rates.decode_rate, stored_nbytes / self.storage.read_rate
+        trial = self._trial(codec)
+        return Prediction(
+            codec,
+            state_nbytes,
+            round(stored_nbytes),
+            trial.empty_save_seconds + save_factor * max(encode, write),
+            trial.empty_load_seconds + load_factor * max(decode, read),
+            "encode" if encode > write else "write",
+            "decode" if decode > read else "read",
+        )
 
-    def _model(self, codec: str) -> Model:
-        trial = self.trials["none" if codec == "none" else "auto"]
-        return Model(self.codecs[codec], self.storage, trial, self.codecs[trial.codec])
+    def _trial(self, codec: str) -> Trial:
+        return self.trials["none" if codec == "none" else "auto"]
+
+    def _factors(self, codec: str) -> tuple[float, float]:
+        """Return how many times as long a trial's save and load took as the longer of the two things they do."""
+        trial = self._trial(codec)
+        rates, stored_nbytes = self.codecs[trial.codec], trial.nbytes / trial.ratio
+        save = max(trial.nbytes / rates.encode_rate, stored_nbytes / self.storage.write_rate(trial.nbytes))
+        load = max(trial.nbytes / rates.decode_rate, stored_nbytes / self.storage.read_rate)
+        # a trial of next to nothing may be faster than the empty one by chance
+        return (
+            min(max((trial.save_seconds - trial.empty_save_seconds) / save, 0.1), 10.0),
+            min(max((trial.load_seconds - trial.empty_load_seconds) / load, 0.1), 10.0),
+        )
 
     def to_json(self, *state_nbytes: int) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go.
@@ -95,22 +160,21 @@ class Bench:
             "threads": self.threads,
             "device": self.device,
             "storage": {
-                **{
-                    name: [{"streams": streams, "rate": rate} for streams, rate in rates.items()]
-                    for name, rates in (
-                        ("write_rates", self.storage.write_rates),
-                        ("read_rates", self.storage.read_rates),
-                    )
-                },
+                "write_rates": _rates_json(self.storage.write_rates),
+                "read_rates": _rates_json(self.storage.read_rates),
                 "file_seconds": self.storage.file_seconds,
                 "publish_seconds": self.storage.publish_seconds,
             },
-            "codecs": [dict(vars(rates)) for rates in self.codecs.values()],
-            "trials": [dict(vars(trial)) for trial in self.trials.values()],
+            "codecs": [vars(rates) for rates in self.codecs.values()],
+            "trials": [vars(trial) for trial in self.trials.values()],
             "break_even_rate": self.break_even_rate,
             "sentence": self.sentence,
-            "predictions": [self.predict(nbytes, codec).to_json() for nbytes in state_nbytes for codec in self.codecs],
+            "predictions": [vars(self.predict(nbytes, codec)) for nbytes in state_nbytes for codec in self.codecs],
         }
+
+
+def _rates_json(rates: Mapping[int, float]) -> list[dict[str, float]]:
+    return [{"streams": streams, "rate": rate} for streams, rate in rates.items()]
 
 
 def bench(

@@ -15,13 +15,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.choosing.model import CodecRates, StorageRates, Trial
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
@@ -55,6 +55,57 @@ _KINDS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "exp_avg": lambda g: _normal(g) * _scales(g, 0.5) * 1e-5,
     "exp_avg_sq": lambda g: torch.exp(_normal(g) * 0.5) * _scales(g, 0.7, 0.4) * 1e-10,
 }
+
+
+@dataclass(frozen=True)
+class StorageRates:
+    """What a storage does for one rank; rates are bytes a second with so many streams or reads at once."""
+
+    write_rates: dict[int, float]  # with one, and with as many as a save uses
+    read_rates: dict[int, float]  # with one, and with as many as a load uses
+    file_seconds: float  # to make a file of one byte, durably
+    publish_seconds: float  # to publish a small file, as a commit does
+    file_nbytes: int  # state of so many bytes is worth another stream
+    streams: tuple[int, ...] = ()  # how many a save uses at most with one thread, two, ...; empty if it is the same
+
+    def write_rate(self, state_nbytes: int, *, threads: int | None = None) -> float:
+        """Return the rate for a state of this size, which may be too small for all streams."""
+        most = max(self.write_rates)
+        if threads is not None and self.streams:
+            most = min(most, self.streams[min(threads, len(self.streams)) - 1])
+        streams = max(1, min(most, state_nbytes // self.file_nbytes))
+        low = max(known for known in self.write_rates if known <= streams)
+        high = min(known for known in self.write_rates if known >= streams)
+        slow, fast = self.write_rates[low], self.write_rates[high]
+        return slow if low == high else slow + (fast - slow) * (streams - low) / (high - low)
+
+    @property
+    def read_rate(self) -> float:
+        return self.read_rates[max(self.read_rates)]
+
+
+@dataclass(frozen=True)
+class CodecRates:
+    """What a codec does with the sample state on this machine, without a storage; rates are bytes of state a second."""
+
+    codec: str
+    threads: int
+    ratio: float
+    encode_rate: float
+    decode_rate: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Median times of whole saves and loads with one codec; the empty ones show what does not grow with the state."""
+
+    codec: str
+    nbytes: int
+    ratio: float
+    save_seconds: float
+    load_seconds: float
+    empty_save_seconds: float
+    empty_load_seconds: float
 
 
 def _normal(generator: torch.Generator) -> torch.Tensor:

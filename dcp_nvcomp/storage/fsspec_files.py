@@ -9,7 +9,7 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any, Final
 
@@ -267,54 +267,42 @@ class FsspecFilesystem(RemoteFilesystem):
     def file_nbytes(self, name: str) -> int | None:
         key = self._key(name)
         with self._errors("look up", self.location(name)):
-            self._fs.invalidate_cache()
-            try:
-                info = self._fs.info(key)
-            except Exception as error:
-                if not is_not_found(error):
-                    raise
-                return None
-            return int(info["size"]) if info["type"] == "file" else None
+            info = self._found(lambda: self._fs.info(key))
+            return int(info["size"]) if info is not None and info["type"] == "file" else None
+
+    def _found(self, request: Callable[[], Any]) -> Any:
+        """Return what the client finds now; None if what is asked for does not exist."""
+        self._fs.invalidate_cache()
+        try:
+            return request()
+        except Exception as error:
+            if not is_not_found(error):
+                raise
+            return None
 
     def list_files(self) -> list[FileInfo]:
-        inside = [
-            FileInfo(self._name(item), int(item["size"] or 0), modified_seconds(item))
-            for item in self._listed()
-            if item["type"] == "file"
-        ]
-        return sorted((file for file in inside if file.name and "/" not in file.name), key=lambda file: file.name)
+        files = [self._info(item) for item in self._listed() if item["type"] == "file"]
+        return sorted((file for file in files if file.name and "/" not in file.name), key=lambda file: file.name)
 
     def list_folders(self) -> list[str]:
         names = {self._name(item).rstrip("/") for item in self._listed() if item["type"] == "directory"}
         return sorted(name for name in names if name and "/" not in name)
 
     def _listed(self) -> list[dict[str, Any]]:
-        with self._errors("list", self.path):
-            self._fs.invalidate_cache()
-            try:
-                return list(self._fs.ls(self._root, detail=True))
-            except Exception as error:
-                if not is_not_found(error) and not isinstance(error, NotADirectoryError):
-                    raise
-                return []
+        with self._errors("list", self.path), contextlib.suppress(NotADirectoryError):
+            return list(self._found(lambda: self._fs.ls(self._root, detail=True)) or ())
+        return []
+
+    def _info(self, item: Mapping[str, Any]) -> FileInfo:
+        return FileInfo(self._name(item), int(item.get("size") or 0), modified_seconds(item))
 
     def _name(self, item: Mapping[str, Any]) -> str:
         return str(item["name"]).removeprefix(f"{self._root}/")
 
     def list_below(self) -> Below:
         with self._errors("list", self.path):
-            self._fs.invalidate_cache()
-            try:
-                found = self._fs.find(self._root, detail=True)
-            except Exception as error:
-                if not is_not_found(error):
-                    raise
-                return Below([], [], {})
-        files = [
-            FileInfo(str(path).removeprefix(f"{self._root}/"), int(info.get("size") or 0), modified_seconds(info))
-            for path, info in found.items()
-        ]
-        return Below(files, [], {})
+            found = self._found(lambda: self._fs.find(self._root, detail=True)) or {}
+        return Below([self._info({**info, "name": path}) for path, info in found.items()], [], {})
 
     def now_seconds(self) -> float:
         with self._errors("ask for the time", self.path):

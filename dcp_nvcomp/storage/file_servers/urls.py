@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import posixpath
 import re
@@ -14,7 +13,7 @@ from urllib.parse import unquote
 
 import fsspec.config
 
-from dcp_nvcomp.calls.unknown_options import unknown_option
+from dcp_nvcomp.calls.unknown_options import refuse_unknown
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.remote import option_nbytes
@@ -75,7 +74,7 @@ def sftp_place(path: str, options: Mapping[str, Any], known_options: Sequence[st
     """Return where a URL leads."""
     url = _parse(path, "sftp://user@host/directory")
     options = _with_configuration(options, SFTP, url)
-    _check_names(options, _SFTP_OPTIONS, known_options, "sftp")
+    refuse_unknown(options.keys() - {*_IGNORED}, _SFTP_OPTIONS, known_options, "sftp://")
     client = {
         name: options[name]
         for name in _SFTP_CLIENT
@@ -96,7 +95,7 @@ def smb_place(path: str, options: Mapping[str, Any], known_options: Sequence[str
     """Return where a URL leads."""
     url = _parse(path, "smb://user@host/share/directory")
     options = _with_configuration(options, SMB, url)
-    _check_names(options, _SMB_OPTIONS, known_options, "smb")
+    refuse_unknown(options.keys() - {*_IGNORED, *_SMB_IGNORED}, _SMB_OPTIONS, known_options, "smb://")
     share, _, inside = _path(url).strip("/").partition("/")
     if not share:
         raise ConfigurationError("A URL of an SMB server is smb://user@host/share/directory.", path=path)
@@ -158,12 +157,6 @@ def _with_configuration(options: Mapping[str, Any], protocols: Sequence[str], ur
         if isinstance(found.get(name), bool | int | float):
             raise ConfigurationError(f"{name}= must be text, not {type(found[name]).__name__}.")
     return found
-
-
-def _check_names(options: Mapping[str, Any], known: Sequence[str], known_options: Sequence[str], protocol: str) -> None:
-    for option in sorted(options.keys() - {*known, *_IGNORED, *(_SMB_IGNORED if protocol in SMB else ())}):
-        close = difflib.get_close_matches(option, [*known_options, *known], n=1, cutoff=0.75)
-        raise unknown_option(option, close, call=known_options, storage=f"{protocol}://", takes=known)
 
 
 def _port(options: Mapping[str, Any]) -> int | None:

@@ -17,7 +17,8 @@ import threading
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from dcp_nvcomp.errors import StorageError, UnsafePathError
 from dcp_nvcomp.redaction import without_secrets
@@ -36,6 +37,8 @@ from dcp_nvcomp.storage.base import (
 from dcp_nvcomp.storage.local.output import PosixOutput, PosixReplacement, create_file, sync_directory, write_all
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_OPEN_FILES = 64
 # A directory above that can't be synced, by this user or here: someone else made it.
@@ -321,21 +324,19 @@ class PosixFilesystem(Filesystem):
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def list_files(self) -> list[FileInfo]:
-        with storage_errors("list", self.path):
-            try:
-                with os.scandir(self._root) as items:
-                    found = [_info(item) for item in items]
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+        found = self._listed(_info)
         return sorted((file for file in found if file is not None), key=lambda file: file.name)
 
-    def list_folders(self) -> list[str]:
+    def _listed(self, what: Callable[[os.DirEntry[str]], T]) -> list[T]:
         with storage_errors("list", self.path):
             try:
                 with os.scandir(self._root) as items:
-                    return sorted(item.name for item in items if item.is_dir())
+                    return [what(item) for item in items]
             except (FileNotFoundError, NotADirectoryError):
                 return []
+
+    def list_folders(self) -> list[str]:
+        return sorted(name for name, is_folder in self._listed(lambda item: (item.name, item.is_dir())) if is_folder)
 
     def list_below(self) -> Below:
         failed: dict[str, StorageError] = {}

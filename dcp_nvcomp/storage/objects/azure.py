@@ -6,11 +6,12 @@ never committed are removed by Azure itself, after a week.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Final, TypeVar
@@ -195,8 +196,7 @@ class AzureOutput(PartedOutput):
         self._nbytes = 0
 
     def _send_part(self) -> None:
-        obstore = _obstore()
-        try:
+        with self._errors("write") as obstore:
             if self._writer is None:
                 self._writer = obstore.open_writer(
                     self._container.uploading, self._key, buffer_size=self._part_nbytes, max_concurrency=_AT_ONCE
@@ -204,10 +204,16 @@ class AzureOutput(PartedOutput):
             part = self._take_part()  # it is sent after `write` returned
             self._writer.write(part)
             self._nbytes += len(part)
+
+    @contextlib.contextmanager
+    def _errors(self, what: str) -> Iterator[ModuleType]:
+        obstore = _obstore()
+        try:
+            yield obstore
         except MemoryError:
             raise
         except Exception as error:
-            raise self._container.storage_error("write", self._where, error) from self._container.redact.error(error)
+            raise self._container.storage_error(what, self._where, error) from self._container.redact.error(error)
 
     def _finish(self) -> None:
         self._may_exist = True
@@ -217,16 +223,13 @@ class AzureOutput(PartedOutput):
             return
         if self._part.tell():
             self._send_part()
-        _obstore()
         try:
-            self._writer.close()
-        except MemoryError:
-            raise
-        except Exception as error:
-            failure = self._container.storage_error("complete", self._where, error)
+            with self._errors("complete"):
+                self._writer.close()
+        except StorageError as error:
             # a commit whose answer was lost is refused when repeated
-            if failure.errno == errno.EACCES or self._replaces or not self._is_complete():
-                raise failure from self._container.redact.error(error)
+            if error.errno == errno.EACCES or self._replaces or not self._is_complete():
+                raise
         self._writer = None
 
     def _is_complete(self) -> bool:

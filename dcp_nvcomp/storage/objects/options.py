@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from urllib.parse import urlsplit
 
 import fsspec.config
 
-from dcp_nvcomp.calls.unknown_options import unknown_option
+from dcp_nvcomp.calls.unknown_options import refuse_unknown
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.remote import option_nbytes, part_nbytes
 
@@ -49,20 +48,12 @@ class Place:
     client: Mapping[str, Any]  # settings of the client; they hold secrets
 
 
-def _refuse_unknown(
-    options: Mapping[str, Any], known: Sequence[str], known_options: Sequence[str], storage: str
-) -> None:
-    for option in sorted(options.keys() - set(known)):
-        close = difflib.get_close_matches(option, [*known_options, *known], n=1, cutoff=0.75)
-        raise unknown_option(option, close, call=known_options, storage=storage, takes=known)
-
-
 def azure_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> Place:
     """Return where a URL leads."""
     # of any of its names, as adlfs does it; of one alone, since an account's key is no good for another account
     sections = (fsspec.config.conf.get(name) for name in (path.partition("://")[0], *AZURE))
     options = {**next(filter(None, sections), {}), **options}
-    _refuse_unknown(options, (*_SETTINGS, *_OTHERS), known_options, "az://")
+    refuse_unknown(options, (*_SETTINGS, *_OTHERS), known_options, "az://")
     match = _AZURE_URL.fullmatch(path)
     if match is None:
         raise ConfigurationError("A URL of Azure is az://container/path.", path=path)
@@ -183,7 +174,7 @@ _GCS_URL: Final = re.compile(r"[A-Za-z]+://(?P<bucket>[^/]+)(?:/(?P<prefix>.*))?
 def gcs_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> Place:
     """Return where a URL leads."""
     options = {**fsspec.config.conf.get("gcs", {}), **fsspec.config.conf.get("gs", {}), **options}
-    _refuse_unknown(options, (*_CLIENT, *_PART), known_options, "gs://")
+    refuse_unknown(options, (*_CLIENT, *_PART), known_options, "gs://")
     match = _GCS_URL.fullmatch(path)
     if match is None:
         raise ConfigurationError("A URL of Google Cloud Storage is gs://bucket/path.", path=path)
