@@ -115,25 +115,13 @@ class CheckpointError(Exception):
         self.fqn = fqn
         self.byte_range = byte_range
 
-    # Kept in __dict__ by the names of the properties, as pickles have always had them.
-    @property
-    def message(self) -> str:
-        """The words, without the secrets of URLs and what a terminal would obey, however they are assigned."""
-        return str(self.__dict__["message"])
-
-    @message.setter
-    def message(self, message: str) -> None:
-        self.__dict__["message"] = _shown(message)
-
-    @property
-    def path(self) -> str | None:
-        """The file or checkpoint, without the secrets of URLs, however it is assigned."""
-        path: str | None = self.__dict__["path"]
-        return path
-
-    @path.setter
-    def path(self, path: str | None) -> None:
-        self.__dict__["path"] = None if path is None else without_secrets(path)
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Keep secrets of URLs, and what a terminal would obey, out of what is shown, whoever assigns it."""
+        if name == "message":
+            value = _shown(value)
+        elif name == "path" and value is not None:
+            value = without_secrets(value)
+        super().__setattr__(name, value)
 
     def __str__(self) -> str:
         where = []

@@ -7,9 +7,9 @@ from dcp_nvcomp.choosing.bench import Bench, Prediction, bench
 from dcp_nvcomp.conversion.convert import Conversion
 from dcp_nvcomp.engines.cuda.pool import release_device_memory
 from dcp_nvcomp.loading.stats import LoadStats
+from dcp_nvcomp.maintenance.checks import Verification
 from dcp_nvcomp.maintenance.cleaning import Cleaning, clean
 from dcp_nvcomp.maintenance.environment import Environment, info
-from dcp_nvcomp.maintenance.findings import Verification
 from dcp_nvcomp.maintenance.inspection import Inspection, inspect
 from dcp_nvcomp.maintenance.recovery import Recovery, recover
 from dcp_nvcomp.maintenance.verify import verify

@@ -12,7 +12,7 @@ from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_storage_options, p
 from dcp_nvcomp.cli.output import Column, Output, counted, left, local_time, show
 
 if TYPE_CHECKING:
-    from dcp_nvcomp.maintenance.findings import Finding, Verification
+    from dcp_nvcomp.maintenance.checks import Finding, Verification
     from dcp_nvcomp.maintenance.recovery import Recovery
     from dcp_nvcomp.reading.comparison import Comparison
 

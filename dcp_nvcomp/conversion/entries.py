@@ -20,7 +20,7 @@ from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.recognition import file_at, is_local, linked_to
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
+from dcp_nvcomp.storage.open import open_filesystem, real_place
 
 # A tensor is read and written in pieces of at most this size.
 PIECE_NBYTES = 32 << 20
@@ -145,20 +145,6 @@ def exists_already(filesystem: Filesystem, name: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         "There is such a file already; overwrite=True, or --overwrite, replaces it.", path=filesystem.location(name)
     )
-
-
-def names_in(directory: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the sorted names of the files in a directory, links to files among them; none if there is no directory."""
-    with contextlib.closing(open_filesystem(directory, storage_options=options)) as filesystem:
-        names = filesystem.list_names()
-    if not is_local(directory):
-        return names
-    place = place_of(directory)
-    try:
-        links = [name for name in os.listdir(place) if os.path.islink(os.path.join(place, name))]
-    except OSError:
-        links = []
-    return sorted([*names, *(name for name in links if os.path.isfile(os.path.join(place, name)))])
 
 
 def check_no_overlap(files: Sequence[str], destination: str, writes: Callable[[str], bool] | None) -> None:

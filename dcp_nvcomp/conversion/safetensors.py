@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dcp_nvcomp.calls.json_text import parse_json
-from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, exists_already, is_file, names_in, pieces
+from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, exists_already, is_file, pieces
 from dcp_nvcomp.conversion.safetensors_format import (
     DTYPES,
     INDEX_NAME,
@@ -38,7 +38,7 @@ from dcp_nvcomp.errors import (
     IncompleteCheckpointError,
 )
 from dcp_nvcomp.format.blocks import Box, element_span, strides_of
-from dcp_nvcomp.format.recognition import linked_to
+from dcp_nvcomp.format.recognition import linked_to, names_and_links
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem, check_relative_path, published_name
@@ -73,7 +73,8 @@ class SafetensorsSource(Source):
 
     def _paths(self, directory: str) -> list[str]:
         """Return the files of a directory; local ones may be links, as in the cache of huggingface_hub."""
-        names = set(names_in(directory, self._options))
+        with contextlib.closing(open_filesystem(directory, storage_options=self._options)) as filesystem:
+            names = names_and_links(filesystem)
         if INDEX_NAME in names:
             filesystem, name = self._file(linked_to(f"{directory}/{INDEX_NAME}"))
             data = filesystem.read_all(name, limit_nbytes=MAX_HEADER_NBYTES)
@@ -89,7 +90,7 @@ class SafetensorsSource(Source):
                 "A conversion to this directory was cut off: repeat it, and it goes on where it was.", path=self.path
             )
         else:
-            wanted = sorted(name for name in names if name.endswith(".safetensors"))
+            wanted = [name for name in names if name.endswith(".safetensors")]
         return [f"{directory}/{name}" for name in wanted]
 
     def _header(self, file: str) -> list[StoredPart]:

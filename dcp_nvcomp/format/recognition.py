@@ -180,7 +180,7 @@ def _of_directory(filesystem: Filesystem) -> Found:
         return _CHECKPOINT
     if any(name.endswith(DATA_FILE_SUFFIX) for name in names):
         return Found("incomplete", "what is left of a save that never finished", "`dcp-nvcomp recover` looks into it")
-    names += _linked_names(filesystem, names)
+    names = names_and_links(filesystem)
     if any(map(_SAFETENSORS_NAMES.fullmatch, names)):
         return Found("safetensors files", "a directory of safetensors files", f"{_CONVERTS} them")
     steps = _steps_in(filesystem)
@@ -197,16 +197,13 @@ def _of_directory(filesystem: Filesystem) -> Found:
     return Found("nothing", "nothing", "")
 
 
-def _linked_names(filesystem: Filesystem, names: Collection[str]) -> list[str]:
-    """Return the names of links to files, which a hub's cache is made of."""
-    if not is_local(filesystem.path):
-        return []
-    place = place_of(filesystem.path)
-    try:
-        links = [name for name in os.listdir(place) if os.path.islink(os.path.join(place, name))]
-    except OSError:
-        return []
-    return [name for name in links if name not in names and os.path.isfile(os.path.join(place, name))]
+def names_and_links(filesystem: Filesystem) -> list[str]:
+    """Return the sorted names of the files in a directory, and of links to files, which a hub's cache is made of."""
+    names = set(filesystem.list_names())
+    if is_local(filesystem.path):
+        with contextlib.suppress(OSError), os.scandir(place_of(filesystem.path)) as items:
+            names |= {item.name for item in items if item.is_symlink() and item.is_file()}
+    return sorted(names)
 
 
 def _steps_in(filesystem: Filesystem) -> list[str]:

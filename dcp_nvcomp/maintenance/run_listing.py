@@ -19,7 +19,7 @@ from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank, own_file, own_upload, rank_of_metadata_name
 from dcp_nvcomp.maintenance.completeness import Seen, identity_of, look_into, read_seen
-from dcp_nvcomp.maintenance.opening import natural_order, nothing_below, opened
+from dcp_nvcomp.maintenance.opening import document, natural_order, nothing_below, opened
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
 COMPLETE: Final = "complete"
@@ -29,6 +29,9 @@ MISNAMED: Final = "misnamed"
 
 _DEFAULT_NAME: Final = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _LARGE_NBYTES: Final = 64 << 20  # of metadata: such are parsed one at a time
+_IN_SUMMARY: Final = (
+    *("stored_nbytes", "uncompressed_nbytes", "ranks", "keys", "save_id", "metrics", "run_seconds", "lease"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,11 @@ class Step:
     state: str
     saved_seconds: float | None
     stored_nbytes: int  # size of its data files
-    # size of the state in memory; None if the checkpoint has no summary, as stock DCP's
-    uncompressed_nbytes: int | None
     ranks: int  # how many ranks wrote it; by the names of the files if there is no summary
-    keys: int | None  # number of keys; None without a summary
-    save_id: str | None  # id of the save; None without a summary
+    # of the state in memory; this and the next two are None if the checkpoint has no summary, as stock DCP's
+    uncompressed_nbytes: int | None = None
+    keys: int | None = None
+    save_id: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # of that step, if a run saved it with any
     replica_id: str = ""  # what it has in common with what other replicas of the state saved; empty if there are none
     problem: str = ""  # why it is damaged or misnamed; empty if it is not
@@ -81,12 +84,7 @@ class RunListing:
 
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
-        return {
-            "schema": 1,
-            "run": self.path,
-            "steps": [step.to_json() for step in self.steps],
-            "failed": dict(self.failed),
-        }
+        return {**document(self, "run"), "steps": [step.to_json() for step in self.steps]}
 
 
 def list_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> RunListing:
@@ -196,19 +194,15 @@ class _Look:
         number = re.search(r"([0-9]+)$", folder)
         in_name = int(number[1]) if number else None
         found = Step(
-            folder,
-            saved if saved is not None and state != MISNAMED else in_name,
-            state,
-            max((seconds for seconds in written if seconds is not None), default=None),
-            sum(file.nbytes for file in data.values()),
-            None,
-            len({data_file_rank(name) for name in data}),
-            None,
-            None,
+            name=folder,
+            step=saved if saved is not None and state != MISNAMED else in_name,
+            state=state,
+            saved_seconds=max((seconds for seconds in written if seconds is not None), default=None),
+            stored_nbytes=sum(file.nbytes for file in data.values()),
+            ranks=len({data_file_rank(name) for name in data}),
             problem=problem,
         )
         if summary is None:
             return found
-        names = ("stored_nbytes", "uncompressed_nbytes", "ranks", "keys", "save_id", "metrics", "run_seconds", "lease")
-        known = {name: getattr(summary, name) for name in names}
+        known = {name: getattr(summary, name) for name in _IN_SUMMARY}
         return replace(found, **known, replica_id=str(summary.more.get(REPLICA, "")))

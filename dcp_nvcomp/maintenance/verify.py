@@ -25,18 +25,22 @@ from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name
 from dcp_nvcomp.loading.items import most_nbytes, read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.maintenance.checks import (
+    ERROR,
+    WARNING,
     BlockChecker,
     Checked,
     CheckedFile,
     Expected,
+    Finding,
     Span,
+    Verification,
     check_items,
     check_records,
     expectations,
+    finding_of,
     open_file,
     spans_of,
 )
-from dcp_nvcomp.maintenance.findings import ERROR, WARNING, Finding, Verification, finding_of
 from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.options import check_thread_count

@@ -121,7 +121,7 @@ class Checkpoint(Mapping[str, Any]):
             UnsafeObjectError: the object would run code.
         """
         stored = self.stored(key)
-        return self._object(key) if stored is None else stored
+        return self.read_into({}, [key])[key] if stored is None else stored
 
     def stored(self, key: str) -> StoredTensor | None:
         """Return a tensor, of which nothing is read yet; None for a Python object, which is not read either.
@@ -277,9 +277,6 @@ class Checkpoint(Mapping[str, Any]):
             CheckpointError: it can't be read. The contents of the module are undefined then.
         """
         load_into_module(self, module, prefix=prefix, dtype=dtype, device=self._device)
-
-    def _object(self, key: str) -> Any:
-        return self.read_into({}, [key])[key]
 
     def _selected(self, key: str, described: TensorStorageMetadata, selection: Selection) -> Any:
         tensor = self._empty(described, selection.box.sizes)

@@ -62,13 +62,9 @@ class Attempts(ABC):
     def _server(self) -> str:
         """The server's address, for messages."""
 
-    def _may_be_done(self, error: Exception) -> bool:
-        """True if it is not certain that the request was not carried out."""
-        return self._is_transient(error)
-
     def may_be_done(self, error: Exception) -> bool:
         """True if a request that failed like this may have been carried out, or may still be."""
-        return self._may_be_done(error)
+        return self._is_transient(error)
 
     def perform(
         self, what: str, where: str, attempt: Callable[[], Awaitable[T]], *, deadline_seconds: float | None = None

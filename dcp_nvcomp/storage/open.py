@@ -24,9 +24,8 @@ from dcp_nvcomp.storage.file_servers.filesystem import open_file_server
 from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, SMB, file_server_url
 from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.objects.azure import open_azure
-from dcp_nvcomp.storage.objects.gcs import open_gcs
-from dcp_nvcomp.storage.objects.options import AZURE, GCS, azure_url, gcs_url
+from dcp_nvcomp.storage.objects.azure import AZURE, azure_url, open_azure
+from dcp_nvcomp.storage.objects.gcs import GCS, gcs_url, open_gcs
 from dcp_nvcomp.storage.objects.s3 import open_s3
 from dcp_nvcomp.storage.remote import part_nbytes
 

@@ -13,7 +13,8 @@ import fsspec.config
 from fsspec.registry import known_implementations
 
 from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS
-from dcp_nvcomp.storage.objects.options import AZURE, GCS
+from dcp_nvcomp.storage.objects.azure import AZURE
+from dcp_nvcomp.storage.objects.gcs import GCS
 from dcp_nvcomp.storage.open import without_mark
 
 _PROTOCOLS = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)(?=::|://)")

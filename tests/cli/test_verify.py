@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from dcp_nvcomp import NvcompWriter, tools
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, StorageError
 from dcp_nvcomp.format.framing import Tables
-from dcp_nvcomp.maintenance.findings import ERROR, WARNING
+from dcp_nvcomp.maintenance.checks import ERROR, WARNING
 from dcp_nvcomp.maintenance.verify import Verification
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import data_file, file_names, flip, save_stock

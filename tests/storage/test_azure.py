@@ -21,8 +21,7 @@ from azure.storage.blob import (
 )
 
 from dcp_nvcomp.errors import ConfigurationError, StorageError
-from dcp_nvcomp.storage.objects.azure import AzureContainer
-from dcp_nvcomp.storage.objects.options import azure_place
+from dcp_nvcomp.storage.objects.azure import AzureContainer, azure_place
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 
 from .suite import Place

@@ -21,8 +21,7 @@ import torch
 from google.oauth2.credentials import Credentials
 
 from dcp_nvcomp.errors import ConfigurationError, StorageError
-from dcp_nvcomp.storage.objects.gcs import GcsBucket
-from dcp_nvcomp.storage.objects.options import gcs_place
+from dcp_nvcomp.storage.objects.gcs import GcsBucket, gcs_place
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 from tests.servers.gcs import GcsServer
 

@@ -8,7 +8,6 @@ If a value has the name `.keys` itself, the first of `..keys`, `...keys` that is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,9 +18,6 @@ from dcp_nvcomp.calls.flattening import Key, Path, fqn_of, is_key
 from dcp_nvcomp.errors import ConfigurationError
 
 _KEYS: Final = ".keys"
-# Written by conversions of earlier versions: the paths that end with an integer.
-_INT_KEYS: Final = ".int_keys"
-
 # A state is not nested so deeply: DCP and pickle take it apart by recursion.
 _MAX_PARTS: Final = 256
 
@@ -124,10 +120,6 @@ def _keys_of(metadata: Metadata) -> dict[_Stored, Any]:
     """Return the keys that were not text by their stored paths; only those that a path can have, as DCP writes them."""
     stored = _planner_data(metadata)
     noted = stored.get(_name_of_keys(metadata.state_dict_metadata))
-    if noted is None and _INT_KEYS not in metadata.state_dict_metadata:
-        ints = stored.get(_INT_KEYS)
-        paths = ints if isinstance(ints, tuple | list) else ()
-        noted = [(path, int(path[-1])) for path in paths if _is_stored(path) and _is_integer(path[-1])]
     if not isinstance(noted, tuple | list):
         return {}
     pairs = [pair for pair in noted if isinstance(pair, tuple | list) and len(pair) == 2]
@@ -138,10 +130,6 @@ def _is_stored(path: Any) -> bool:
     if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_PARTS:
         return False
     return all(type(part) in (str, int) for part in path)
-
-
-def _is_integer(text: Any) -> bool:
-    return type(text) is str and re.fullmatch(r"-?[0-9]{1,18}", text) is not None
 
 
 def saved_entries(metadata: Metadata, keys: Collection[str]) -> dict[str, list[SavedEntry]]:

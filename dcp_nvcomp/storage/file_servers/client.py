@@ -173,7 +173,7 @@ class ServerClient(Attempts):
     def _is_answer(self, error: Exception) -> bool:
         return not self._is_transient(error)
 
-    def _may_be_done(self, error: Exception) -> bool:
+    def may_be_done(self, error: Exception) -> bool:
         return getattr(error, "errno", None) not in REFUSALS
 
     def _server(self) -> str:

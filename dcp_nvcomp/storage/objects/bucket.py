@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar
 
 from dcp_nvcomp.errors import StorageError
@@ -70,6 +71,16 @@ async def if_there(request: Awaitable[T], otherwise: T) -> T:
     return otherwise
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is, and how to get there."""
+
+    bucket: str  # name of the bucket or container
+    prefix: str
+    part_nbytes: int  # how long the parts of an upload are
+    client: Mapping[str, Any]  # settings of the client; they hold secrets
+
+
 class Found(NamedTuple):
     """An object: its name in the bucket, length, time of writing, and what a condition calls this version of it."""
 
@@ -92,7 +103,7 @@ class Bucket(Attempts):
             return error.transient
         return isinstance(error, TimeoutError)
 
-    def _may_be_done(self, error: Exception) -> bool:
+    def may_be_done(self, error: Exception) -> bool:
         return self._is_transient(error) and status_of(error) != _BUSY
 
     def _is_answer(self, error: Exception) -> bool:

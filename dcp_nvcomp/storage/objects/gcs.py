@@ -1,4 +1,4 @@
-"""One bucket of Google Cloud Storage, through its JSON API, with gcsfs's credentials and connections.
+"""One bucket of Google Cloud Storage, through its JSON API, with gcsfs's credentials, connections and options.
 
 gcsfs would retry, without a deadline, and without telling which requests were sent twice; here each is sent once.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -17,8 +18,10 @@ from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 import crc32c
+import fsspec.config
 
 from dcp_nvcomp.calls.json_text import parse_json
+from dcp_nvcomp.calls.unknown_options import refuse_unknown
 from dcp_nvcomp.errors import ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.objects.bucket import (
@@ -29,11 +32,22 @@ from dcp_nvcomp.storage.objects.bucket import (
     Found,
     NoAnswerError,
     ObjectFilesystem,
+    Place,
     if_there,
     status_of,
 )
-from dcp_nvcomp.storage.objects.options import gcs_place
-from dcp_nvcomp.storage.remote import PartedOutput
+from dcp_nvcomp.storage.remote import PartedOutput, option_nbytes
+
+GCS: Final = ("gs", "gcs")
+_PART_MULTIPLE: Final = 256 << 10  # all parts of an upload but the last are multiples of it
+_PART_NBYTES: Final = 16 << 20
+_CLIENT: Final = (
+    *("project", "access", "token", "requester_pays", "endpoint_url", "session_kwargs", "requests_timeout"),
+    *("consistency", "cache_timeout", "timeout", "default_location", "version_aware", "skip_instance_cache"),
+    *("use_listings_cache", "listings_expiry_time", "max_paths"),
+)
+_PART: Final = ("default_block_size", "block_size")
+_GCS_URL: Final = re.compile(r"[A-Za-z]+://(?P<bucket>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL)
 
 TYPE: Final = "application/octet-stream"
 _BASE: Final = "/storage/v1/"
@@ -88,6 +102,36 @@ def open_gcs(
     hidden = {name: value for name, value in secrets.items() if isinstance(value, str)}
     bucket = GcsBucket(fs, place.bucket, deadline_seconds, Redactor(path, {**place.client, "credentials": hidden}))
     return ObjectFilesystem(path, place.prefix, place.part_nbytes, bucket, GcsOutput)
+
+
+def gcs_place(path: str, options: Mapping[str, Any], known_options: Sequence[str] = ()) -> Place:
+    """Return where a URL leads."""
+    options = {**fsspec.config.conf.get("gcs", {}), **fsspec.config.conf.get("gs", {}), **options}
+    refuse_unknown(options, (*_CLIENT, *_PART), known_options, "gs://")
+    match = _GCS_URL.fullmatch(path)
+    if match is None:
+        raise ConfigurationError("A URL of Google Cloud Storage is gs://bucket/path.", path=path)
+    nbytes = option_nbytes(options, *_PART) or _PART_NBYTES
+    if nbytes < _PART_MULTIPLE:
+        raise ConfigurationError(f"default_block_size must be at least {_PART_MULTIPLE}, Google's smallest part.")
+    client = {name: value for name, value in options.items() if name in _CLIENT}
+    _check_client(client)
+    return Place(match["bucket"], (match["prefix"] or "").strip("/"), nbytes - nbytes % _PART_MULTIPLE, client)
+
+
+def _check_client(options: Mapping[str, Any]) -> None:
+    """Refuse what gcsfs would take for something else, and find out by asking Google."""
+    endpoint, token = options.get("endpoint_url"), options.get("token")
+    if endpoint and not str(endpoint).startswith(("http://", "https://")):
+        raise ConfigurationError("endpoint_url= must begin with http:// or https://.")
+    if isinstance(token, str) and token.endswith(".json") and not os.path.exists(token):
+        raise ConfigurationError("token= is the name of a JSON file, but there is no such file. A ~ is not expanded.")
+
+
+def gcs_url(path: str) -> str:
+    """Return one URL for a place however it is written, to compare places."""
+    match = _GCS_URL.fullmatch(path)
+    return path if match is None else f"gs://{match['bucket']}/{(match['prefix'] or '').strip('/')}".rstrip("/")
 
 
 def checksum_text(checksum: int) -> str:

@@ -49,11 +49,6 @@ def test_paths_that_no_state_has_cost_little() -> None:
     long = ("a",) * 20_000
     metadata = metadata_of({"a": long, ".keys": ((("a", "7"), 7),)}, "a")
     assert paths_of(metadata) == {"a": ("a",)}
-    assert paths_of(metadata_of({"a.7": ("a", "7"), ".int_keys": 5}, "a.7")) == {"a.7": ("a", "7")}
-
-
-def test_what_conversions_noted_before_is_known() -> None:
-    assert paths_of(metadata_of({"a.7": ("a", "7"), ".int_keys": (("a", "7"),)}, "a.7")) == {"a.7": ("a", Key(7))}
 
 
 @pytest.mark.parametrize(("one", "other"), [({7: 1}, {"7": 1}), ({"7": 1}, {7: 1}), ({True: 1}, {"True": 1})])
