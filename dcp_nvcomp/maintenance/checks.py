@@ -1,4 +1,4 @@
-"""What a verification finds: metadata against itself, footers against it, every byte of a data file against its CRCs."""
+"""What a verification finds: metadata against itself, footers against it, and a file's bytes against its CRCs."""
 
 from __future__ import annotations
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import OutputStream, is_not_found, storage_errors
+from dcp_nvcomp.storage.remote import PartedOutput
 
 logger = logging.getLogger(__name__)
 
 
-class FsspecOutput(OutputStream):
+class FsspecOutput(PartedOutput):
     """An output stream whose file appears when it is closed, if the client can do that."""
 
     def __init__(
@@ -30,58 +31,44 @@ class FsspecOutput(OutputStream):
         replaces: bool = False,
         turn: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
-        self._fs, self._key, self._location, self._redact, self._replaces = fs, key, location, redact, replaces
+        super().__init__(location, part_nbytes, replaces=replaces)
+        self._fs, self._key, self._redact = fs, key, redact
         self._turn = turn or contextlib.nullcontext()
-        self._state = "open"  # then "broken", "closed" or "aborted"
         with self._turn, storage_errors("create", location, redact):
             self._file = fs.open(key, "wb", block_size=part_nbytes)
 
-    def write(self, data: memoryview | bytes) -> None:
-        assert self._state == "open"
-        with self._broken_unless_done("write"):
-            self._file.write(memoryview(data).cast("B"))
+    def _send_part(self) -> None:
+        with self._turn, storage_errors("write", self._where, self._redact):
+            self._file.write(self._take_part())
 
-    def close(self) -> None:
-        assert self._state == "open"
-        with self._broken_unless_done("write"):
+    def _finish(self) -> None:
+        self._send_part()
+        self._may_exist = True
+        with self._turn, storage_errors("write", self._where, self._redact):
             self._file.close()
-        self._state = "closed"
 
-    @contextlib.contextmanager
-    def _broken_unless_done(self, what: str) -> Iterator[None]:
-        self._state, before = "broken", self._state
-        with self._turn, storage_errors(what, self._location, self._redact):
-            yield
-        self._state = before
-
-    def abort(self) -> None:
+    def _discard(self) -> None:
         with self._turn:
-            self._abort()
-
-    def _abort(self) -> None:
-        if self._state in ("closed", "aborted"):
-            return
-        may_exist = self._state == "broken"  # a close that failed may have taken effect nevertheless
-        self._state = "aborted"
-        try:
-            if not self._discard():
-                if self._replaces:  # closing would put what there is of it in the older one's place
-                    self._file.closed = True
-                    return
-                self._file.close()
-                may_exist = True
-        except Exception as error:
-            words = self._redact(str(error))
-            logger.warning("Could not discard %s, an unfinished upload may be left: %s", self._location, words)
-        if may_exist and not self._replaces:
             try:
-                self._fs.rm_file(self._key)
+                if not self._discard_upload():
+                    if self._replaces:  # closing would put what there is of it in the older one's place
+                        self._file.closed = True
+                        return
+                    self._may_exist = True
+                    self._file.close()
             except Exception as error:
-                if not is_not_found(error):
-                    words = self._redact(str(error))
-                    logger.warning("Could not remove the unfinished %s: %s", self._location, words)
+                self._warn("an unfinished upload", error)
+            if self._may_exist and not self._replaces:  # a close that failed may have taken effect nevertheless
+                try:
+                    self._fs.rm_file(self._key)
+                except Exception as error:
+                    if not is_not_found(error):
+                        self._warn("it", error)
 
-    def _discard(self) -> bool:
+    def _warn(self, what: str, error: Exception) -> None:
+        logger.warning("Could not discard %s, %s may be left: %s", self._where, what, self._redact(str(error)))
+
+    def _discard_upload(self) -> bool:
         """Discard what was uploaded so far; return False if this kind of file can't."""
         if not isinstance(self._file, AbstractBufferedFile) or type(self._file).discard is AbstractBufferedFile.discard:
             return False
@@ -91,10 +78,9 @@ class FsspecOutput(OutputStream):
 
     def __del__(self) -> None:
         # Dropped without close or abort. Commit nothing; and send no requests here: the loop may be closed.
-        if getattr(self, "_state", "closed") in ("open", "broken") and isinstance(
-            getattr(self, "_file", None), AbstractBufferedFile
-        ):
-            self._file.closed = True
+        file = getattr(self, "_file", None)
+        if self._state in ("open", "broken") and isinstance(file, AbstractBufferedFile):
+            file.closed = True
 
 
 class Replacement(OutputStream):
