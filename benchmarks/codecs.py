@@ -8,8 +8,8 @@ from __future__ import annotations
 from benchmarks.measuring import Settings, Spread, core_count
 from benchmarks.results import Plot, Report
 from benchmarks.states import build_state, nbytes_of
-from dcp_nvcomp.choosing.bench import CODECS
-from dcp_nvcomp.choosing.measuring import CodecRates, measure_codec
+from dcp_nvcomp.advising.bench import CODECS
+from dcp_nvcomp.advising.measuring import CodecRates, measure_codec
 
 
 def run(settings: Settings) -> Report:

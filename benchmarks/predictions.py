@@ -17,7 +17,7 @@ from benchmarks.results import Plot, Report, Table
 from benchmarks.s3 import new_bucket, remove_bucket, storage_options
 from benchmarks.sinks import LimitedFileSystem
 from benchmarks.states import State, assert_same, build_state, destination, nbytes_of
-from dcp_nvcomp.choosing.bench import bench
+from dcp_nvcomp.advising.bench import bench
 from dcp_nvcomp.storage.open import open_filesystem
 
 LINK_RATE = 200e6

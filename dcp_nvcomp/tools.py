@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dcp_nvcomp.choosing.advice import Advice, Workload, advise
-from dcp_nvcomp.choosing.bench import Bench, Prediction, bench
+from dcp_nvcomp.advising.advice import Advice, Workload, advise
+from dcp_nvcomp.advising.bench import Bench, Prediction, bench
 from dcp_nvcomp.conversion.convert import Conversion
 from dcp_nvcomp.engines.cuda.pool import release_device_memory
 from dcp_nvcomp.loading.stats import LoadStats

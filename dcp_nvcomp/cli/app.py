@@ -14,8 +14,8 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperGroup
 
+from dcp_nvcomp.cli.advising import advise_command, bench_command, savings_command
 from dcp_nvcomp.cli.checking import diff_command, recover_command, verify_command
-from dcp_nvcomp.cli.choosing import advise_command, bench_command, savings_command
 from dcp_nvcomp.cli.common import AsJson
 from dcp_nvcomp.cli.convert import convert_command
 from dcp_nvcomp.cli.listing import cat_command, inspect_command, ls_command

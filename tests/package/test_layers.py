@@ -15,7 +15,7 @@ LAYERS = (
     ("__main__",),
     ("cli", "integrations"),
     ("tools",),
-    ("runs", "choosing"),
+    ("runs", "advising"),
     ("maintenance", "conversion", "one_file", "reporting"),
     ("reading",),
     ("saving", "loading"),

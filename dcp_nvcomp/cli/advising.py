@@ -17,9 +17,9 @@ from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_nbytes, parse_seco
 from dcp_nvcomp.cli.output import Column, Output, counted, left, readable_nbytes, readable_rate, readable_seconds, show
 
 if TYPE_CHECKING:
-    from dcp_nvcomp.choosing.advice import Advice
-    from dcp_nvcomp.choosing.bench import Bench
-    from dcp_nvcomp.choosing.savings import Job, Savings
+    from dcp_nvcomp.advising.advice import Advice
+    from dcp_nvcomp.advising.bench import Bench
+    from dcp_nvcomp.advising.savings import Job, Savings
 
 _NBYTES_PER_PARAMETER = 10  # bfloat16 weights and two float32 moments
 _NBYTES_PER_PARAMETER_OF_POST = 12  # gradients too
@@ -105,7 +105,7 @@ def bench_command(
 
 
 def _measured(url: str, seconds: float, threads: int | None, device: str, storage_options: dict[str, Any]) -> Bench:
-    from dcp_nvcomp.choosing.bench import bench
+    from dcp_nvcomp.advising.bench import bench
 
     with _say_on_terminal() as say:
         return bench(url, seconds=seconds, threads=threads, device=device, storage_options=storage_options, say=say)
@@ -184,7 +184,7 @@ def advise_command(
     as_json: AsJson = False,
 ) -> None:
     """Measure the storage and this machine, and advise on codec, threads and the interval between saves."""
-    from dcp_nvcomp.choosing.advice import Workload, advise, mtbf_of, workload_of_checkpoint
+    from dcp_nvcomp.advising.advice import Workload, advise, mtbf_of, workload_of_checkpoint
 
     storage_options = parse_storage_options(option)
     is_size = what[:1].isdigit() and "/" not in what and not os.path.exists(what)
@@ -259,7 +259,7 @@ def savings_command(
     The cost model, its prices and its models are those of NVIDIA's post on compressing checkpoints with nvCOMP; all
     inputs are options. Without --parameters or --checkpoint, the models of the post.
     """
-    from dcp_nvcomp.choosing.savings import MEASURED, MODELS, PUBLISHED, Codec, Job, draw_savings, savings
+    from dcp_nvcomp.advising.savings import MEASURED, MODELS, PUBLISHED, Codec, Job, draw_savings, savings
 
     inputs: dict[str, Any] = {
         "interval_minutes": parse_seconds(interval, "--interval") / 60,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dcp_nvcomp import ConfigurationError
-from dcp_nvcomp.choosing.savings import MEASURED, MODELS, PUBLISHED, Codec, Job, savings
+from dcp_nvcomp.advising.savings import MEASURED, MODELS, PUBLISHED, Codec, Job, savings
 
 from ..cli.checkpoints import run
 

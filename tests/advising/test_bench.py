@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dcp_nvcomp import ConfigurationError, StorageError
-from dcp_nvcomp.choosing.bench import CODECS, Bench, bench
-from dcp_nvcomp.choosing.measuring import (
+from dcp_nvcomp.advising.bench import CODECS, Bench, bench
+from dcp_nvcomp.advising.measuring import (
     CodecRates,
     StorageRates,
     Trial,
@@ -233,7 +233,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of round numbers, not of this machine's; what it measures is tested above."""
     asked: list[Any] = []
     monkeypatch.setattr(
-        "dcp_nvcomp.choosing.bench.bench", lambda url, **options: (asked.append((url, options)), made())[1]
+        "dcp_nvcomp.advising.bench.bench", lambda url, **options: (asked.append((url, options)), made())[1]
     )
     status, output, _ = run(
         "bench", "/scratch", "--seconds", "9", "--parameters", "70e9", "--state", "1GB", "-o", "a=1"

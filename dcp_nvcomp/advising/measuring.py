@@ -48,7 +48,7 @@ _REPEATS = 3
 
 _SIDE = 1024
 # As skewed in their exponents as the tensors of benchmarks/states.py, so that each kind is compressed as much as real
-# ones, within a hundredth (tests/choosing compares them).
+# ones, within a hundredth (tests/advising compares them).
 _KINDS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "model": lambda g: (_normal(g) * _scales(g, 0.2) * 2e-2).bfloat16(),
     "grad": lambda g: (_normal(g) * _scales(g, 0.6) * 1e-4).bfloat16(),

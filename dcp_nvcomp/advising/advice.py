@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dcp_nvcomp.choosing.bench import Bench, Prediction
+from dcp_nvcomp.advising.bench import Bench, Prediction
 from dcp_nvcomp.codecs.auto import STORED
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from dcp_nvcomp.codecs.choose import TINY_NBYTES

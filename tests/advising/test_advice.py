@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointNotFoundError, ConfigurationError, save, tools
-from dcp_nvcomp.choosing.advice import (
+from dcp_nvcomp.advising.advice import (
     Workload,
     advise,
     daly_seconds,
@@ -20,7 +20,7 @@ from dcp_nvcomp.choosing.advice import (
     workload_of_checkpoint,
     young_seconds,
 )
-from dcp_nvcomp.cli.choosing import _beside
+from dcp_nvcomp.cli.advising import _beside
 
 from ..checkpoints import save_stock
 from ..cli.checkpoints import run

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.choosing.measuring import (
+from dcp_nvcomp.advising.measuring import (
     CodecRates,
     StorageRates,
     Trial,
