@@ -98,6 +98,10 @@ class Bucket(Attempts):
     def call(self, what: str, where: str, attempt: Callable[[], Awaitable[T]], **limits: Any) -> T:
         return self.perform(what, where, attempt, **limits).value
 
+    def remove(self, key: str, where: str) -> None:
+        """Remove an object, if it exists; a leftover does no harm, so this has less time than other requests."""
+        self.call("remove", where, lambda: self.delete(key), deadline_seconds=self.removal_seconds)
+
     def _is_transient(self, error: Exception) -> bool:
         if isinstance(error, AnswerError | NoAnswerError):
             return error.transient
@@ -226,11 +230,7 @@ class ObjectFilesystem(RemoteFilesystem):
         try:
             return bucket.call("ask for the time", self.path, attempt).modified_seconds
         finally:
-            self._delete(key, self.path)
+            bucket.remove(key, self.path)
 
     def _remove(self, name: str) -> None:
-        self._delete(self._key(name), self.location(name))
-
-    def _delete(self, key: str, where: str) -> None:
-        bucket = self._bucket
-        bucket.call("remove", where, lambda: bucket.delete(key), deadline_seconds=bucket.removal_seconds)
+        self._bucket.remove(self._key(name), self.location(name))

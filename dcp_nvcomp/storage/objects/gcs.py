@@ -359,12 +359,13 @@ class GcsOutput(PartedOutput):
 
     def _discard(self) -> None:
         if self._session is not None:
-            self._clean_up(lambda: self._end("abort an unfinished upload of", self._cancel))
+            self._clean_up(self._abort_upload)
         if self._may_exist and not self._replaces:  # a close that failed may have taken effect nevertheless
-            self._clean_up(lambda: self._end("remove", lambda: self._bucket.delete(self._key)))
+            self._clean_up(lambda: self._bucket.remove(self._key, self._where))
 
-    def _end(self, what: str, attempt: Any) -> None:
-        self._bucket.call(what, self._where, attempt, deadline_seconds=self._bucket.removal_seconds)
+    def _abort_upload(self) -> None:
+        what, seconds = "abort an unfinished upload of", self._bucket.removal_seconds
+        self._bucket.call(what, self._where, self._cancel, deadline_seconds=seconds)
 
     async def _begin(self) -> str:
         url = self._bucket.url(upload=True, uploadType="resumable", name=self._key)

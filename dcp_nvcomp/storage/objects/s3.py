@@ -421,9 +421,7 @@ class S3Output(PartedOutput):
         if self._uploads_lost:
             self._clean_up(self._abort_lost_uploads)
         if self._may_exist and not self._replaces:  # a close that failed may have taken effect nevertheless
-            self._clean_up(
-                lambda: self._bucket.call("remove", self._where, lambda: self._bucket.delete(self._key), **self._soon)
-            )
+            self._clean_up(lambda: self._bucket.remove(self._key, self._where))
 
     def _abort_upload(self) -> None:
         assert self._upload_id is not None
