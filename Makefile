@@ -125,7 +125,6 @@ fuzz: $(VENV)/dev.stamp
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --faults
 	test -z "$$DCP_NVCOMP_TEST_S3" || $(BIN)/python -m tests.soak --minutes $(MINUTES) --faults --place s3
-	$(BIN)/python -m tests.soak --minutes $(MINUTES) --runs
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) --operator
 
 # An interpreter that has all they need runs the tests that are for it: no environment is made, nothing is downloaded.

@@ -24,7 +24,6 @@ from .operator.chaos import operate
 from .operator.clocks import load_faketime
 from .places import Place
 from .ranks import FORK, Job, run_jobs
-from .runs import soak_runs
 
 
 def main() -> None:
@@ -35,7 +34,6 @@ def main() -> None:
     parser.add_argument("--place", choices=["disk", "s3"], default="disk")
     parser.add_argument("--directory", help="where on the disk; by default a new temporary directory")
     parser.add_argument("--faults", action="store_true", help="the network, or system calls, fail at random")
-    parser.add_argument("--runs", action="store_true", help="jobs of training runs, on disk, killed at random")
     parser.add_argument("--operator", action="store_true", help="jobs of training runs, and all that happens to them")
     parser.add_argument("--without", action="append", default=[], metavar="FAULT", help="of --operator: leave it out")
     parser.add_argument("--verbose", action="store_true", help="of --operator: print each job")
@@ -45,8 +43,6 @@ def main() -> None:
         load_faketime()
     seed = random.SystemRandom().randrange(1 << 30) if options.seed is None else options.seed
     print(f"soak: seed {seed}, {options.minutes} minutes, {options.place}", flush=True)
-    if options.runs:
-        _end({"seed": seed, "place": "runs", "faults": True, **soak_runs(options.minutes, seed)}, options.json)
     if options.operator:
         without = frozenset(options.without)
         record = operate(options.minutes, seed, without=without, verbose=options.verbose)

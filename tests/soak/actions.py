@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 from benchmarks.staging import staged_by
 from dcp_nvcomp import NvcompReader, NvcompWriter, async_save, tools
@@ -19,6 +18,7 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.objects.s3 import S3Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.conformance.sabotage import FailingSavePlanner
 from tests.faults.intercept import Fault, FaultyCalls, intercept_system_calls
 
 from .contents import content, facts, local, placed
@@ -26,23 +26,6 @@ from .places import Place
 
 DAYS_SECONDS = 2 * 86400.0
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES)
-
-
-class Sabotage(Exception):
-    """Raised by a rank to make a save fail."""
-
-
-class FailingPlanner(DefaultSavePlanner):
-    """Raises on one rank."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self._failing = rank
-
-    def resolve_data(self, write_item: Any) -> Any:
-        if (dist.get_rank() if dist.is_initialized() else 0) == self._failing:
-            raise Sabotage("on purpose")
-        return super().resolve_data(write_item)
 
 
 class RandomFaults:
@@ -83,7 +66,7 @@ def save(
     state = {"tensors": placed(content(family, seed), seed), "facts": facts(family, seed)}
     _break_system_calls(place, seed)
     writer = NvcompWriter(f"{place.url}/{path}", **writer_options, **place.options)
-    planner = None if failing_rank is None else FailingPlanner(failing_rank)
+    planner = None if failing_rank is None else FailingSavePlanner("resolve_data", rank=failing_rank, survivors=0)
     no_dist = not dist.is_initialized()
     if how == "async":
         dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=no_dist).result()

@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import errors
+from tests.conformance.sabotage import Sabotage
 
 from . import actions, places
 from .places import Place
@@ -54,13 +55,7 @@ def describe(outcomes: Sequence[Outcome]) -> str:
 
 
 class Model:
-    """What each checkpoint may hold, and steps that change and test it.
-
-    Args:
-        place: where.
-        seed: decides everything but the time at which kills strike.
-        set_faults: makes the proxy before the place break things, or (False) behave; None where there is none.
-    """
+    """What each checkpoint may hold, and steps that change and test it."""
 
     def __init__(self, place: Place, seed: int, set_faults: Callable[[dict[str, float]], None] | None = None) -> None:
         self.place = place
@@ -76,14 +71,7 @@ class Model:
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> str:
-        """Do something at random and check what became of it.
-
-        Returns:
-            What was done.
-
-        Raises:
-            Lie: it went otherwise than it may.
-        """
+        """Do something at random and check what became of it."""
         path = self.draw.choice(list(self.family))
         steps: dict[Callable[[str], None], int] = {
             self.save: 4,
@@ -352,8 +340,8 @@ class Model:
 
 def _is_sabotage(error: BaseException) -> bool:
     """True for what a rank raised on purpose, and for our error that names it."""
-    named = isinstance(error, errors.RankFailedError) and "Sabotage: on purpose" in str(error)
-    return named or isinstance(error, actions.Sabotage)
+    named = isinstance(error, errors.RankFailedError) and "Sabotage: resolve_data" in str(error)
+    return named or isinstance(error, Sabotage)
 
 
 def _save(place: Place, path: str, family: int, seed: int, options: dict[str, Any]) -> None:

@@ -11,19 +11,13 @@ import fsspec
 
 @dataclass(frozen=True)
 class Place:
-    """A directory for many checkpoints.
+    """A directory for many checkpoints."""
 
-    Attributes:
-        url: a path, or an fsspec URL.
-        options: what writers and readers get to reach it; perhaps through a proxy that breaks things.
-        plain_options: how to reach it directly.
-        faulty: whether `options` lead through such a proxy; on a disk, whether system calls fail at random.
-    """
-
-    url: str
+    url: str  # a path, or an fsspec URL
+    # what writers and readers get to reach it; perhaps through a proxy that breaks things
     options: dict[str, Any] = field(default_factory=dict)
-    plain_options: dict[str, Any] = field(default_factory=dict)
-    faulty: bool = False
+    plain_options: dict[str, Any] = field(default_factory=dict)  # how to reach it directly
+    faulty: bool = False  # whether `options` lead through such a proxy; on a disk, whether system calls fail at random
 
     def plain(self) -> Place:
         """The same place without faults."""
@@ -58,11 +52,7 @@ def write_file(place: Place, path: str, name: str, data: bytes) -> None:
 
 
 def break_file(place: Place, path: str, name: str, seed: int) -> tuple[str, bytes]:
-    """Harm a file.
-
-    Returns:
-        What was done, and the bytes that it had.
-    """
+    """Harm a file."""
     draw, data = random.Random(seed), read_file(place, path, name)
     how = draw.choice(["flip", "flip", "flip", "truncate", "remove", "grow", "zeros"])
     at = draw.randrange(len(data))

@@ -29,38 +29,24 @@ LIMIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one rank.
+    """The outcome of one rank."""
 
-    Attributes:
-        value: what it returned.
-        error: what it raised; None where it returned or was killed.
-        trace: its traceback.
-        killed: whether it was killed.
-    """
-
-    value: Any = None
-    error: BaseException | None = None
-    trace: str = ""
-    killed: bool = False
+    value: Any = None  # what it returned
+    error: BaseException | None = None  # what it raised; None where it returned or was killed
+    trace: str = ""  # its traceback
+    killed: bool = False  # whether it was killed
 
 
 @dataclass
 class Job:
-    """Ranks that do one thing together.
+    """Ranks that do one thing together."""
 
-    Attributes:
-        function: what each rank calls; it finds the process group set up, if there is more than one rank.
-        arguments: of the function.
-        world_size: how many ranks.
-        kill_after_seconds: when one of them is killed; None: never.
-        victim: the rank that is killed.
-    """
-
+    # what each rank calls; it finds the process group set up, if there is more than one rank
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    world_size: int = 1
-    kill_after_seconds: float | None = None
-    victim: int = 0
+    arguments: tuple[Any, ...]  # of the function
+    world_size: int = 1  # how many ranks
+    kill_after_seconds: float | None = None  # when one of them is killed; None: never
+    victim: int = 0  # the rank that is killed
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
 

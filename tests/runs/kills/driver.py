@@ -283,9 +283,9 @@ def _resumed(place: Place, newest: int, seed: int, directory: Path) -> set[str]:
 
 def _check_after(place: Place, kept: set[int], later: set[int]) -> None:
     """Check both tiers after the next job."""
-    assert oracle.complete_in(place.run) == set(oracle.folders_of(place.run)) == kept
+    assert oracle.complete_in(place.run) == oracle.steps_in(place.run) == kept
     assert oracle.complete_on_nodes(place.nodes) == later
-    assert all(set(oracle.folders_of(node)) == later for node in place.nodes), "what nobody needs fills memory"
+    assert all(oracle.steps_in(node) == later for node in place.nodes), "what nobody needs fills memory"
     for step in kept:
         job = 2 if step in later else 1 if step == KILLED_STEP else 0
         state = {"w": torch.zeros(jobs.SHAPE), "bias": torch.zeros(jobs.SHAPE[1]), "step": -1}

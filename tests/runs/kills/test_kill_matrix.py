@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.soak.operator.look import MARK
+
 from . import oracle
 from .driver import Case, Copies, cases, check_left, earlier_run, kill, restarts, resume
 from .stages import STAGES
@@ -81,7 +83,7 @@ def test_the_oracle_sees_what_is_missing(earlier: Callable[[Copies], Path], tmp_
     for node in nodes:
         (node / "step-40" / ".metadata").unlink()
     assert oracle.complete_on_nodes(nodes) == {50}
-    (run / "run" / "step-20" / oracle.MARK).touch()
+    (run / "run" / "step-20" / MARK).touch()
     with next((run / "run" / "step-40").glob("*.distcp")).open("ab") as file:
         file.truncate(10)
     assert oracle.complete_in(run / "run") == set()

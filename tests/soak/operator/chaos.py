@@ -27,8 +27,6 @@ from .oracle import Before, Finding, Oracle
 from .plans import LEASE_SECONDS, Plan, draw_plan
 from .running import Running
 
-__all__ = ["Chaos", "operate"]
-
 # Without a word of any rank: what ranks wait for ends by the group's limit, and a close may wait for one thing more.
 # Before that is over they say where they are.
 LIMIT_SECONDS, ASKED_SECONDS = 2 * GROUP_SECONDS + 15.0, 1.5 * GROUP_SECONDS
@@ -38,14 +36,7 @@ MiB = 1 << 20
 
 
 class Chaos:
-    """One run, and what happens to it.
-
-    Args:
-        directory: an empty directory.
-        seed: of the draws.
-        without: kinds of faults that are left out.
-        counts: what is counted.
-    """
+    """One run, and what happens to it."""
 
     def __init__(self, directory: Path, seed: str, without: frozenset[str], counts: Counter[str]) -> None:
         self.seed, self.without, self.counts = seed, without, counts
@@ -63,11 +54,7 @@ class Chaos:
         self.where = directory
 
     def step(self) -> str:
-        """Run one job; return what it was.
-
-        Raises:
-            Finding: something is not as it must be.
-        """
+        """Run one job; return what it was."""
         self.number += 1
         # what is drawn for one job does not depend on what was drawn, and when, for the ones before it
         self.draw = random.Random(f"{self.seed} {self.number}")
@@ -292,17 +279,7 @@ class Chaos:
 def operate(
     minutes: float, seed: int, *, without: frozenset[str] = frozenset(), verbose: bool = False
 ) -> dict[str, Any]:
-    """Operate runs until the time is up, or something is not as it must be.
-
-    Args:
-        minutes: how long.
-        seed: of the draws.
-        without: kinds of faults that are left out.
-        verbose: print each incarnation.
-
-    Returns:
-        What was done; `lie` says what was wrong.
-    """
+    """Operate runs until the time is up, or something is not as it must be."""
     for name in PRELOADED:
         importlib.import_module(name)
     counts = Counter[str]()

@@ -8,8 +8,6 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["can_set_clocks", "load_faketime", "set_clock"]
-
 
 def load_faketime() -> None:
     """Start this program again with libfaketime, where it is installed and not loaded yet.

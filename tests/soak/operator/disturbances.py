@@ -25,8 +25,6 @@ from .oracle import Oracle
 from .plans import CLOCKS, Plan
 from .running import Running, Side
 
-__all__ = ["KINDS", "Disturbance", "Scene", "command"]
-
 # those of the kill matrix that any run reaches; removals are of steps with other numbers there
 SEAMS: dict[str, Seam] = {
     stage.name: stage.seam
@@ -38,37 +36,21 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 @dataclass
 class Scene:
-    """A job and all that is around it.
+    """A job and all that is around it."""
 
-    Attributes:
-        draw: the draws.
-        field: the disks.
-        oracle: what is known.
-        plan: the job.
-        running: its processes.
-        where: a directory for outputs.
-        sides: the commands beside it.
-        rules: by which steps may have been removed.
-        destroyed: the steps of the durable tier that were harmed.
-        excuses: why the job may fail.
-        done: what happened.
-        has_lost_fast: True if files of the fast tier may be gone.
-        others: other jobs on the run, and whether each may take it over.
-    """
-
-    draw: random.Random
-    field: Field
-    oracle: Oracle
-    plan: Plan
-    running: Running
-    where: Path
-    sides: list[Side] = made_by(default_factory=list)
-    rules: list[Keep | None] = made_by(default_factory=list)
-    destroyed: set[int] = made_by(default_factory=set)
-    excuses: set[str] = made_by(default_factory=set)
-    done: list[str] = made_by(default_factory=list)
-    has_lost_fast: bool = False
-    others: list[Running] = made_by(default_factory=list)
+    draw: random.Random  # the draws
+    field: Field  # the disks
+    oracle: Oracle  # what is known
+    plan: Plan  # the job
+    running: Running  # its processes
+    where: Path  # a directory for outputs
+    sides: list[Side] = made_by(default_factory=list)  # the commands beside it
+    rules: list[Keep | None] = made_by(default_factory=list)  # by which steps may have been removed
+    destroyed: set[int] = made_by(default_factory=set)  # the steps of the durable tier that were harmed
+    excuses: set[str] = made_by(default_factory=set)  # why the job may fail
+    done: list[str] = made_by(default_factory=list)  # what happened
+    has_lost_fast: bool = False  # True if files of the fast tier may be gone
+    others: list[Running] = made_by(default_factory=list)  # other jobs on the run, and whether each may take it over
 
     def ranks(self) -> list[int]:
         """Draw who is struck: one rank, a node's, or all."""
@@ -82,19 +64,12 @@ class Scene:
 
 @dataclass(frozen=True)
 class Disturbance:
-    """Something that happens.
+    """Something that happens."""
 
-    Attributes:
-        kind: a name, by which it is counted.
-        apply: does it; returns what was done, or None if it can't be done now.
-        undo: called some time later.
-        after_restore: whether it waits for the restore.
-    """
-
-    kind: str
-    apply: Callable[[Scene], str | None]
-    undo: Callable[[Scene], None] | None = None
-    after_restore: bool = False
+    kind: str  # a name, by which it is counted
+    apply: Callable[[Scene], str | None]  # does it; returns what was done, or None if it can't be done now
+    undo: Callable[[Scene], None] | None = None  # called some time later
+    after_restore: bool = False  # whether it waits for the restore
 
 
 def _kill(scene: Scene) -> str | None:
@@ -182,14 +157,7 @@ def _harm_durable(scene: Scene) -> str | None:
 
 
 def command(where: Path, clock_seconds: int, name: str, *arguments: str) -> Side:
-    """Start a command of `dcp-nvcomp`.
-
-    Args:
-        where: a file for its output.
-        clock_seconds: how much its clock is off.
-        name: of the command.
-        arguments: after it.
-    """
+    """Start a command of `dcp-nvcomp`."""
 
     def target() -> None:
         from dcp_nvcomp.cli.app import main
@@ -249,11 +217,7 @@ def _other_job(scene: Scene) -> str | None:
 
 
 def strike_at(scene_draw: random.Random, plan: Plan, where: Path) -> tuple[str, Callable[[int], None]]:
-    """Draw a stage at which a rank, its node, or all are killed or stopped, by the first one of them to come there.
-
-    Returns:
-        What is drawn, and what each rank calls once it has restored.
-    """
+    """Draw a stage at which a rank, its node, or all are killed or stopped, by the first one of them to come there."""
     name = scene_draw.choice(sorted(SEAMS))
     rank = scene_draw.randrange(len(plan.node_of))
     how = scene_draw.choice(["kill", "kill", "stop"])

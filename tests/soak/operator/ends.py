@@ -10,8 +10,6 @@ from .disturbances import Scene
 from .look import Seen, folders_of
 from .oracle import Before, Finding
 
-__all__ = ["ALL_DAMAGED", "check_ends", "check_sides", "note_words"]
-
 SIDE_SECONDS = 60.0
 ALL_DAMAGED = "all damaged"
 _RAW = re.compile(
@@ -43,19 +41,7 @@ def note_words(scene: Scene, before: Before) -> None:
 
 
 def check_ends(scene: Scene, before: Before, after: Before) -> str:
-    """Check all that a job did.
-
-    Args:
-        scene: the job.
-        before: what was there.
-        after: what is there now.
-
-    Returns:
-        How it ended.
-
-    Raises:
-        Finding: something is not as it must be.
-    """
+    """Check all that a job did."""
     running, plan = scene.running, scene.plan
     for word in running.all_words("restored"):
         scene.oracle.check_restored(before, word, plan.go_to)
@@ -167,15 +153,7 @@ def _check_last(scene: Scene, after: Before) -> None:
 
 
 def check_sides(scene: Scene, before: Before) -> None:
-    """Check the commands beside a job.
-
-    Args:
-        scene: the job.
-        before: what was there when it began.
-
-    Raises:
-        Finding: one hung, or failed in a way that it must not.
-    """
+    """Check the commands beside a job."""
     for side in scene.sides:
         code, output = side.join(SIDE_SECONDS)
         shown = f"dcp-nvcomp {side.name} ended with {code}:\n{output[-3000:]}"

@@ -10,24 +10,16 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Disk", "Field"]
-
 _BALLAST = "ballast"
 
 
 @dataclass
 class Disk:
-    """A disk that fills up, becomes read-only, or is lost.
+    """A disk that fills up, becomes read-only, or is lost."""
 
-    Attributes:
-        point: where it is mounted.
-        nbytes: its size.
-        is_mounted: False where nothing can be mounted: then it is a directory, which only can be lost.
-    """
-
-    point: Path
-    nbytes: int
-    is_mounted: bool = False
+    point: Path  # where it is mounted
+    nbytes: int  # its size
+    is_mounted: bool = False  # False where nothing can be mounted: then it is a directory, which only can be lost
 
     def mount(self) -> None:
         """Mount it, if that is possible."""
@@ -87,17 +79,7 @@ class Disk:
 
 
 class Field:
-    """The disks of one run.
-
-    Args:
-        directory: an empty directory.
-        node_nbytes: the size of each node's disk.
-        durable_nbytes: the size of the durable tier's.
-
-    Attributes:
-        run: the durable tier.
-        nodes: the directories of the nodes' fast tiers, each in the root of a disk.
-    """
+    """The disks of one run."""
 
     def __init__(self, directory: Path, node_nbytes: list[int], durable_nbytes: int) -> None:
         self.directory = directory

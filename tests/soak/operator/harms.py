@@ -11,8 +11,6 @@ from pathlib import Path
 
 from .look import Look, folders_of
 
-__all__ = ["HARMS", "Harm"]
-
 # what was done, or None where that can't be done
 Harm = Callable[[random.Random, Look, Path], str | None]
 HARMS: dict[str, Harm] = {}

@@ -39,8 +39,6 @@ from tests.soak.contents import content, local, placed
 from .clocks import set_clock
 from .plans import LEASE_SECONDS, Plan
 
-__all__ = ["GROUP_SECONDS", "Report", "look_at", "serve", "tag_of"]
-
 GROUP_SECONDS = 15.0
 TRIES_FOR_LEASE = int(3 * LEASE_SECONDS / 0.5)
 MOST_NBYTES_MORE = 1 << 20
@@ -54,14 +52,7 @@ def tag_of(job: int, save: int) -> int:
 
 
 def serve(plan: Plan, rank: int, where: Path, arm: Callable[[int], None]) -> None:
-    """Be one rank of a job.
-
-    Args:
-        plan: the job.
-        rank: the rank.
-        where: the directory of the job's words and logs.
-        arm: called with the rank after the restore.
-    """
+    """Be one rank of a job."""
     report = _begin(where, rank)
     set_clock(plan.clock_seconds)
     report("began")

@@ -9,55 +9,35 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.runs.kills.oracle import MARK
-
-__all__ = ["Look", "Root", "Seen", "folders_of"]
-
+MARK = ".removing"
 _SUMMARY, _CRC_DIGITS = b"DCPNVsum", 8
 
 
 @dataclass(frozen=True)
 class Root:
-    """A `.metadata` that can be read.
+    """A `.metadata` that can be read."""
 
-    Attributes:
-        step: the step of the directory that it is in.
-        tag: of the save, which the ranks report.
-        save_id: its id.
-        run_seconds: how long the run had been under way, which does not depend on clocks.
-        files: the data files that it names, and their sizes.
-    """
-
-    step: int
-    tag: int
-    save_id: str
-    run_seconds: float
-    files: Mapping[str, int]
+    step: int  # the step of the directory that it is in
+    tag: int  # of the save, which the ranks report; -1 without one
+    save_id: str  # its id
+    run_seconds: float  # how long the run had been under way, which does not depend on clocks
+    files: Mapping[str, int]  # the data files that it names, and their sizes
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A save that some `.metadata` is there of.
+    """A save that some `.metadata` is there of."""
 
-    Attributes:
-        root: the `.metadata`.
-        is_whole: True if all files are there and good.
-        is_there: True if all files are there, with their sizes.
-    """
-
-    root: Root
-    is_whole: bool
-    is_there: bool
+    root: Root  # the `.metadata`
+    is_whole: bool  # True if all files are there and good
+    is_there: bool  # True if all files are there, with their sizes
 
 
 @dataclass
 class Look:
-    """Looks at directories.
+    """Looks at directories."""
 
-    Attributes:
-        good: checksums of data files that were harmed without a change of their size, by name; all names are unique.
-    """
-
+    # checksums of data files that were harmed without a change of their size, by name; all names are unique
     good: dict[str, int] = field(default_factory=dict)
 
     def durable(self, run: Path) -> dict[int, Seen]:
@@ -117,4 +97,5 @@ def root_of(folder: Path) -> Root | None:
         return None
     if summary.get("step") != step:
         return None
-    return Root(step, int(summary["metrics"]["tag"]), summary["save_id"], summary["run_seconds"], files)
+    tag = int(summary.get("metrics", {}).get("tag", -1))
+    return Root(step, tag, summary["save_id"], summary["run_seconds"], files)

@@ -14,8 +14,6 @@ from dcp_nvcomp import Keep
 
 from .look import Look, Seen
 
-__all__ = ["Before", "Finding", "Known", "Oracle"]
-
 Place = tuple[int, int]  # step and tag
 
 
@@ -25,34 +23,21 @@ class Finding(AssertionError):
 
 @dataclass(frozen=True)
 class Known:
-    """A save that some rank began.
+    """A save that some rank began."""
 
-    Attributes:
-        step: the step.
-        line: the saves that it comes from.
-        loss: its metric.
-    """
-
-    step: int
-    line: tuple[int, ...]
-    loss: float
+    step: int  # the step
+    line: tuple[int, ...]  # the saves that it comes from
+    loss: float  # its metric
 
 
 @dataclass(frozen=True)
 class Before:
-    """What is there when a job begins.
+    """What is there when a job begins."""
 
-    Attributes:
-        sure: what is whole and part of the run.
-        possible: what is there, whole or not.
-        durable: the tags of the whole ones in the durable tier, by step.
-        run_seconds: how long the run had been under way when they were saved.
-    """
-
-    sure: frozenset[Place]
-    possible: frozenset[Place]
-    durable: Mapping[int, int]
-    run_seconds: Mapping[int, float]
+    sure: frozenset[Place]  # what is whole and part of the run
+    possible: frozenset[Place]  # what is there, whole or not
+    durable: Mapping[int, int]  # the tags of the whole ones in the durable tier, by step
+    run_seconds: Mapping[int, float]  # how long the run had been under way when they were saved
 
     @property
     def newest(self) -> Place | None:
@@ -62,21 +47,13 @@ class Before:
 
 @dataclass
 class Oracle:
-    """What is known of a run.
+    """What is known of a run."""
 
-    Attributes:
-        look: looks at directories.
-        known: the saves, by tag.
-        left: the saves that the run has left behind.
-        unsure: those that it may have left behind.
-        pins: steps that are pinned.
-    """
-
-    look: Look = field(default_factory=Look)
-    known: dict[int, Known] = field(default_factory=dict)
-    left: set[int] = field(default_factory=set)
-    unsure: set[int] = field(default_factory=set)
-    pins: set[int] = field(default_factory=set)
+    look: Look = field(default_factory=Look)  # looks at directories
+    known: dict[int, Known] = field(default_factory=dict)  # the saves, by tag
+    left: set[int] = field(default_factory=set)  # the saves that the run has left behind
+    unsure: set[int] = field(default_factory=set)  # those that it may have left behind
+    pins: set[int] = field(default_factory=set)  # steps that are pinned
 
     def before(self, run: Path, nodes: Iterable[Path]) -> Before:
         """Look at what a job finds on its nodes and in the durable tier."""
@@ -99,16 +76,7 @@ class Oracle:
         self.known.setdefault(tag, Known(step, tuple(line), loss))
 
     def check_restored(self, before: Before, word: Mapping[str, object], asked: int | None) -> None:
-        """Check what a restore gave.
-
-        Args:
-            before: what was there.
-            word: what the rank said.
-            asked: the step that was asked for.
-
-        Raises:
-            Finding: it is not what it must be.
-        """
+        """Check what a restore gave."""
         step, tag = word["step"], word["tag"]
         if step is None:
             _expect(before.newest is None or asked is not None, f"nothing was restored, and {before.newest} is whole")
@@ -134,14 +102,7 @@ class Oracle:
         _expect(known.line == tuple(word["line"]), f"it comes from {known.line}: {word}")  # type: ignore[arg-type]
 
     def went_back(self, before: Before, restored: Place, newer: Iterable[Place], *, is_sure: bool) -> None:
-        """Note that a job restored a save, and began another after it.
-
-        Args:
-            before: what was there.
-            restored: what was restored.
-            newer: what else was newer, as far as the ranks said.
-            is_sure: True if the first save after the restore was begun by all.
-        """
+        """Note that a job restored a save, and began another after it."""
         step, tag = restored
         behind = {other for number, other in {*before.sure, *newer} if number > step}
         others = {other for other, known in self.known.items() if known.step > step and other <= max(behind, default=0)}
@@ -162,18 +123,7 @@ class Oracle:
         destroyed: Iterable[int],
         rules: Sequence[Keep | None],
     ) -> None:
-        """Check that nothing is gone from the durable tier that rules or pins keep.
-
-        Args:
-            before: what was there when the job began.
-            after: what is there now.
-            confirmed: what the job has said to be in the durable tier.
-            destroyed: the steps that were harmed meanwhile.
-            rules: those by which steps were removed.
-
-        Raises:
-            Finding: something is gone.
-        """
+        """Check that nothing is gone from the durable tier that rules or pins keep."""
         there = {**before.durable, **dict(confirmed), **after.durable}
         times = {**before.run_seconds, **after.run_seconds}
         counted = sorted(step for step, tag in there.items() if tag not in self.left)

@@ -9,8 +9,6 @@ from typing import Any
 
 from dcp_nvcomp import Best, Keep
 
-__all__ = ["Plan", "draw_plan"]
-
 # the node of each rank
 SHAPES = ((0,), (0, 0), (0, 1), (0, 1, 2), (0, 0, 1), (0, 0, 1, 1))
 CODECS = ("auto", "auto", "planes-zstd", "zstd", "none")
@@ -21,47 +19,26 @@ LEASE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Plan:
-    """A job.
+    """A job."""
 
-    Attributes:
-        number: of the job.
-        family: of the contents that the run saves.
-        run: the durable tier.
-        node_of: the directory of each rank's node.
-        options: of the manager.
-        keep: the rule for the durable tier.
-        go_to: the step that is asked for; None for the newest.
-        looks_first: whether the newest is restored before that.
-        first: the step after which it begins if nothing is there.
-        count: how many steps it trains.
-        step_seconds: how long each of them takes.
-        waits: whether it waits after each save.
-        back_at: after how many steps it goes back to where it began; None for never.
-        ends_durably: whether the last step is saved to the durable tier.
-        closes: whether the manager is closed.
-        clock_seconds: how much its clock is off.
-        jump: after how many steps the clock jumps, and to where.
-        waits_for_lease: whether another job may hold the lease.
-    """
-
-    number: int
-    family: int
-    run: Path
-    node_of: tuple[Path, ...]
-    options: dict[str, Any]
-    keep: Keep | None
-    go_to: int | None = None
-    looks_first: bool = False
-    first: int = 0
-    count: int = 10
-    step_seconds: float = 0.05
-    waits: bool = False
-    back_at: int | None = None
-    ends_durably: bool = False
-    closes: bool = True
-    clock_seconds: int = 0
-    jump: tuple[int, int] | None = None
-    waits_for_lease: bool = False
+    number: int  # of the job
+    family: int  # of the contents that the run saves
+    run: Path  # the durable tier
+    node_of: tuple[Path, ...]  # the directory of each rank's node
+    options: dict[str, Any]  # of the manager
+    keep: Keep | None  # the rule for the durable tier
+    go_to: int | None = None  # the step that is asked for; None for the newest
+    looks_first: bool = False  # whether the newest is restored before that
+    first: int = 0  # the step after which it begins if nothing is there
+    count: int = 10  # how many steps it trains
+    step_seconds: float = 0.05  # how long each of them takes
+    waits: bool = False  # whether it waits after each save
+    back_at: int | None = None  # after how many steps it goes back to where it began; None for never
+    ends_durably: bool = False  # whether the last step is saved to the durable tier
+    closes: bool = True  # whether the manager is closed
+    clock_seconds: int = 0  # how much its clock is off
+    jump: tuple[int, int] | None = None  # after how many steps the clock jumps, and to where
+    waits_for_lease: bool = False  # whether another job may hold the lease
 
     @property
     def nodes(self) -> tuple[Path, ...]:
@@ -108,16 +85,7 @@ def draw_keep(draw: random.Random) -> Keep | None:
 
 
 def draw_plan(draw: random.Random, number: int, family: int, run: Path, nodes: list[Path], has_clock: bool) -> Plan:
-    """Return a job.
-
-    Args:
-        draw: the draws.
-        number: of the job.
-        family: of the contents that the run saves.
-        run: the durable tier.
-        nodes: directories for the fast tiers, shuffled.
-        has_clock: whether clocks can be set.
-    """
+    """Return a job."""
     shape = draw.choice(SHAPES)
     every = draw.choice([5, 10, 20])
     options: dict[str, Any] = {

@@ -13,22 +13,9 @@ from typing import Any
 
 from tests.soak.ranks import FORK
 
-__all__ = ["Running", "Side"]
-
 
 class Running:
-    """A job that runs.
-
-    Args:
-        where: a new directory for words and logs.
-        count: how many ranks.
-        target: called with the rank in each process.
-
-    Attributes:
-        words: what each rank said so far.
-        killed: the ranks that were killed, or ended by a signal.
-        stopped: those that are stopped.
-    """
+    """A job that runs."""
 
     def __init__(self, where: Path, count: int, target: Callable[[int], None]) -> None:
         where.mkdir(parents=True)
@@ -111,13 +98,7 @@ class Running:
 
 
 class Side:
-    """A process beside a job: a command.
-
-    Args:
-        name: of the command.
-        where: a file for its output.
-        target: called in it.
-    """
+    """A process beside a job: a command."""
 
     def __init__(self, name: str, where: Path, target: Callable[[], None]) -> None:
         self.name, self._where, self._target = name, where, target
