@@ -23,6 +23,7 @@ from hypothesis import settings
 
 from dcp_nvcomp.engines import notices
 from dcp_nvcomp.saving.kept import forget_all
+from tests.distributed.launch import ranks, single_rank  # noqa: F401
 from tests.effort import examples
 from tests.servers.base import Server
 from tests.servers.gcs import GcsServer

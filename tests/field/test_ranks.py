@@ -268,14 +268,14 @@ def test_ranks_that_do_not_call_the_same(ranks: RankPool, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("world_size", "members"), [(2, None), (4, None), (4, (1, 3)), (4, (0, 2, 3))])
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world_size", "members"), [(2, None), (4, (0, 2, 3))])
 def test_every_way_not_to_call_the_same(
     ranks: RankPool, tmp_path: Path, world_size: int, members: tuple[int, ...] | None
 ) -> None:
     count = len(members or range(world_size))
     cases = [case for case in EVERYTHING if count > 2 or case[-1] != "two"]
-    _check(ranks, tmp_path, 5.0, cases, world_size=world_size, members=members)
+    _check(ranks, tmp_path, 3.0, cases, world_size=world_size, members=members)
 
 
 def _again(place: Path) -> None:

@@ -100,17 +100,6 @@ def test_a_damaged_step_is_named_and_the_one_before_it_is_taken(tmp_path: Path) 
             manager.restore(state, step=30)
 
 
-def test_when_all_are_damaged_it_says_so(tmp_path: Path) -> None:
-    _run(tmp_path, range(11), every=10)
-    damage(tmp_path / "step-10")
-    with (
-        CheckpointManager(tmp_path) as manager,
-        pytest.warns(RuntimeWarning, match="Step 10"),
-        pytest.raises(CheckpointError, match="step-10"),
-    ):
-        manager.restore(_state(-1))
-
-
 def test_a_state_of_another_shape_is_no_damage(tmp_path: Path) -> None:
     _run(tmp_path, range(21), every=10)
     with CheckpointManager(tmp_path) as manager, pytest.raises(CheckpointError, match="shape"):
@@ -136,14 +125,6 @@ def test_failed_saves_push_nothing_out_and_are_raised_by_the_next_call(tmp_path:
         assert [saved.step for saved in manager.steps()] == [10, 20]
         manager.save(80, _state(80))
     assert _steps(tmp_path) == [20, 80]
-
-
-def test_an_error_that_no_call_raised_is_raised_at_the_end(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, every=10)
-    (tmp_path / "step-10").write_text("in the way")
-    manager.save(10, _state(10))
-    with pytest.raises(StorageError):
-        manager.close()
 
 
 def test_a_metric_that_no_step_has_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -174,16 +155,6 @@ def test_synchronous_saves_raise_at_once(tmp_path: Path) -> None:
         with pytest.raises(StorageError):
             manager.save(2, _state(2))
         assert_loads(tmp_path / "step-1", _state(1))
-
-
-def test_the_state_may_change_once_save_returns(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        for step in range(1, 6):
-            state = _state(step)
-            assert manager.save(step, state).staged.done()
-            state["w"].fill_(math.nan)
-    for step in range(1, 6):
-        assert_loads(tmp_path / f"step-{step}", _state(step))
 
 
 def test_preemption_asks_for_one_last_save(tmp_path: Path) -> None:
@@ -350,13 +321,6 @@ def test_steps_on_their_way_stay_in_the_fast_tier(tmp_path: Path, monkeypatch: p
         assert sorted(path.name for path in fast.glob("step-*")) == ["step-2", "step-5"]
         storage.go.set()
     assert _steps(tmp_path / "run") == [2]
-
-
-def test_a_template_for_the_names(tmp_path: Path) -> None:
-    _run(tmp_path, range(21), every=10, step_template="checkpoint_{step}_x")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".run", "checkpoint_10_x", "checkpoint_20_x"]
-    with CheckpointManager(tmp_path, step_template="checkpoint_{step}_x") as manager:
-        assert [saved.step for saved in manager.steps()] == [10, 20]
 
 
 @pytest.mark.parametrize(

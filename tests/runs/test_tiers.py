@@ -102,21 +102,6 @@ def test_from_a_peer_nothing_is_read_of_the_durable_tier(ranks: RankPool, tmp_pa
     assert [file for _, files in without for file in files if file.endswith(".distcp")], "they are counted"
 
 
-def test_copies_are_on_the_other_node(ranks: RankPool, tmp_path: Path) -> None:
-    results = ranks.run(jobs.save_steps, tmp_path, STEPS, copies=1, **TIERS)
-    assert results[0]["tiers"][30] == ("fast", "copies")
-    both = [{file.name for file in (jobs.fast_of(tmp_path, node) / "step-30").glob("*.distcp")} for node in (0, 1)]
-    assert both[0] == both[1] and len(both[0]) == 4
-    assert _total(results, "copied") > 0
-
-
-@pytest.mark.ci
-def test_a_lost_node_without_copies_leaves_the_durable_step(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(jobs.save_steps, tmp_path, STEPS, **TIERS)
-    shutil.rmtree(jobs.fast_of(tmp_path, 0))
-    ranks.run(jobs.restore, tmp_path, 20, **TIERS)
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize(("saved_by", "restored_by"), [(4, 2), (2, 4), (4, 1)])
 def test_other_numbers_of_ranks_and_nodes(ranks: RankPool, tmp_path: Path, saved_by: int, restored_by: int) -> None:
@@ -144,22 +129,6 @@ def test_what_peers_hold_that_is_older_does_not_win(ranks: RankPool, tmp_path: P
     ranks.run(jobs.save_steps, tmp_path, [10], **TIERS)
     ranks.run(jobs.save_steps, tmp_path, [20, 40], every=20)
     ranks.run(jobs.restore, tmp_path, 40, **TIERS)
-
-
-@pytest.mark.ci
-def test_an_upload_that_did_not_happen_is_made_by_the_next_job(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(jobs.save_steps, tmp_path, STEPS, every=1000, fast_every=10)
-    assert not list((tmp_path / "run").glob("step-*"))
-    ranks.run(jobs.restore, tmp_path, 30, every=30, fast_every=10)
-    assert [step.name for step in list_run(tmp_path / "run").steps] == ["step-30"]
-    tools.verify(tmp_path / "run" / "step-30", full=True)
-
-
-@pytest.mark.ci
-def test_a_fast_tier_of_another_run_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(jobs.save_steps, tmp_path, STEPS, **TIERS)
-    with pytest.raises(AssertionError, match="holds steps of another run"):
-        ranks.run(jobs.restore, tmp_path, None, root=str(tmp_path / "other"), **TIERS)
 
 
 class _Counted:

@@ -128,13 +128,6 @@ def test_one_replica_is_uploaded_once(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-def test_each_node_reads_its_own_replica(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_steps, tmp_path, [10, 20, 30])
-    for told in ranks.run(restore, tmp_path, 30):
-        assert told["own"] > 0 and not told.get("peer") and not told.get("durable") and told["read"] == []
-
-
-@pytest.mark.ci
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("step", [20, 30])
 def test_a_lost_node_is_restored_from_the_other_replica(ranks: RankPool, tmp_path: Path, lost: int, step: int) -> None:
@@ -204,21 +197,6 @@ def test_replicas_that_differ_are_told_of(ranks: RankPool, tmp_path: Path, rank:
         assert told["tiers"] == {10: {"fast"}, 30: {"fast", "copies"}}
 
 
-@pytest.mark.ci
-def test_going_back_leaves_the_saves_of_all_replicas_behind(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(save_steps, tmp_path, [10, 30, 50], fast_keep=4)
-    ranks.run(_go_back, tmp_path, 10, 15)
-    ranks.run(restore, tmp_path, 15, fast_keep=4)
-
-
-def _go_back(place: Path, back_to: int, step: int) -> None:
-    state = wanted(back_to)
-    with jobs.manager_of(place, **TIERS, fast_keep=4) as manager:
-        manager.restore(state, back_to)
-        assert_state_of(back_to, state)
-        manager.save(step, state_of(step))
-
-
 def _upload_fails(place: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         create = PosixFilesystem.create_directory
@@ -234,16 +212,6 @@ def _upload_fails(place: Path) -> str:
             with pytest.raises(CheckpointError) as caught:
                 manager.wait()
     return str(caught.value)
-
-
-@pytest.mark.ci
-def test_an_upload_that_failed_goes_on_once(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(_upload_fails, tmp_path)
-    told = ranks.run(restore, tmp_path, 20)
-    durable = tmp_path / "run" / "step-20"
-    tools.verify(durable, full=True)
-    assert all(one["tiers"] == {20: {"fast", "durable"}} for one in told)
-    assert sum(one["uploaded"] for one in told) == sum(file.stat().st_size for file in durable.glob("*.distcp"))
 
 
 def _one_replica_fails(place: Path, failing: int) -> str:
@@ -267,30 +235,6 @@ def _one_replica_fails(place: Path, failing: int) -> str:
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_replica_that_fails_fails_the_step_on_all_ranks(ranks: RankPool, tmp_path: Path, failing: int) -> None:
     assert all("on purpose" in text for text in ranks.run(_one_replica_fails, tmp_path, failing))
-    ranks.run(restore, tmp_path, 30)
-
-
-def _has_none(place: Path, kind: str) -> str:
-    rank = dist.get_rank()
-    with jobs.manager_of(place, **TIERS) as manager:
-        if kind == "sharded over all":
-            state = jobs.state_of(10)
-        else:
-            state = {"w" if rank < 2 else "v": state_of(10)["model"]["w"]}
-        with pytest.raises(ConfigurationError) as caught:
-            manager.save(10, state)
-        manager.save(30, state_of(30)).saved.result(100)
-    return str(caught.value)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("kind", "message"), [("sharded over all", "has no replicas"), ("stages", "replicas that hold the same tensors")]
-)
-def test_a_state_without_replicas_is_refused_on_all_ranks(
-    ranks: RankPool, tmp_path: Path, kind: str, message: str
-) -> None:
-    assert all(message in text for text in ranks.run(_has_none, tmp_path, kind))
     ranks.run(restore, tmp_path, 30)
 
 

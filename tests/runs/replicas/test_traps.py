@@ -139,6 +139,10 @@ class _Stubborn:
 def _refused(place: Path, kind: str) -> str:
     rank = dist.get_rank()
     state = state_of(10)
+    if kind == "sharded over all":
+        state = jobs.state_of(10)
+    if kind == "stages":
+        state = {"w" if rank < 2 else "v": state["model"]["w"]}
     if kind == "pickle" and rank == 3:
         state["own"] = _Stubborn()
     if kind == "dict":
@@ -155,9 +159,15 @@ def _refused(place: Path, kind: str) -> str:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("pickle", "on purpose"), ("dict", "is an entry on some ranks"), ("empty", "is an entry on some ranks")],
+    [
+        ("sharded over all", "has no replicas"),
+        ("stages", "replicas that hold the same tensors"),
+        ("pickle", "on purpose"),
+        ("dict", "is an entry on some ranks"),
+        ("empty", "is an entry on some ranks"),
+    ],
 )
-def test_what_cannot_be_given_to_others_is_refused_on_all_ranks(
+def test_a_state_that_replicas_cannot_save_is_refused_on_all_ranks(
     ranks: RankPool, tmp_path: Path, kind: str, message: str
 ) -> None:
     assert all(message in text for text in ranks.run(_refused, tmp_path, kind))

@@ -25,61 +25,33 @@ def _samples(results: list[list[list[int]]]) -> Counter[int]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("worlds", "options"),
+    ("worlds", "options", "last"),
     [
-        ((4, 2), {}),
-        ((2, 4), {}),
-        ((4, 3), {}),
-        ((4, 4), {}),
-        ((1, 3), {}),
-        ((4, 3, 2, 1), {}),
-        ((4, 2), {"workers": 1}),
-        ((4, 3), {"workers": 2, "every": 3}),
-        ((4, 2), {"elastic": False}),
+        ((1, 3), {}, {}),
+        ((4, 3, 2, 4), {}, {}),
+        ((4, 3), {"workers": 2, "every": 3}, {}),
+        ((4, 2), {"elastic": False}, {}),
+        ((2, 2), {}, {"workers": 2}),
+        ((2, 2), {"workers": 2}, {"workers": 0}),
+        ((2, 2), {"workers": 2}, {"workers": 1}),
+        ((4, 2), {"workers": 1, "every": 3}, {"workers": 0, "every": 1, "batch_size": 4}),
     ],
+    ids=str,
 )
 def test_killed_in_the_middle_of_an_epoch_each_sample_comes_once(
-    ranks: RankPool, tmp_path: Path, worlds: Sequence[int], options: dict[str, Any]
+    ranks: RankPool, tmp_path: Path, worlds: Sequence[int], options: dict[str, Any], last: dict[str, Any]
 ) -> None:
+    """With other numbers of ranks, of workers, and of samples in a batch than before."""
     seen: Counter[int] = Counter()
-    for number, world_size in enumerate(worlds):
-        is_last = number + 1 == len(worlds)
-        batches = -1 if is_last else 24 // (world_size * 2)  # so that each number of ranks divides the rest
-        results = ranks.run(
-            jobs.consume,
-            tmp_path,
-            batches,
-            count=COUNT,
-            batch_size=2,
-            saves=not is_last,
-            world_size=world_size,
-            **options,
-        )
-        seen += _samples(results)
+    options = {"count": COUNT, "batch_size": 2, **options}
+    for world_size in worlds[:-1]:
+        batches = 24 // (world_size * 2)  # so that each number of ranks divides the rest
+        seen += _samples(ranks.run(jobs.consume, tmp_path, batches, saves=True, world_size=world_size, **options))
+    seen += _samples(ranks.run(jobs.consume, tmp_path, -1, saves=True, world_size=worlds[-1], **{**options, **last}))
     assert seen == Counter(range(COUNT))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
-def test_with_another_number_of_workers(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
-    first = ranks.run(jobs.consume, tmp_path, 5, count=COUNT, batch_size=2, saves=True, world_size=2, workers=before)
-    second = ranks.run(jobs.consume, tmp_path, -1, count=COUNT, batch_size=2, saves=False, world_size=2, workers=after)
-    assert _samples(first) + _samples(second) == Counter(range(COUNT))
-
-
-@pytest.mark.ci
-def test_with_another_size_of_batches(ranks: RankPool, tmp_path: Path) -> None:
-    first = ranks.run(
-        jobs.consume, tmp_path, 5, count=COUNT, batch_size=2, saves=True, world_size=4, workers=1, every=3
-    )
-    second = ranks.run(jobs.consume, tmp_path, -1, count=COUNT, batch_size=4, saves=False, world_size=2)
-    assert _samples(first) + _samples(second) == Counter(range(COUNT))
-
-
-def test_a_finished_epoch_is_followed_by_a_whole_one(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(jobs.consume, tmp_path, -1, count=COUNT, batch_size=2, saves=True, world_size=4)
-    results = ranks.run(jobs.consume, tmp_path, -1, count=COUNT, batch_size=2, saves=False, world_size=2)
-    assert _samples(results) == Counter(range(COUNT))
+    # a finished epoch is followed by a whole one
+    more = ranks.run(jobs.consume, tmp_path, -1, saves=False, world_size=worlds[-1], **{**options, **last})
+    assert _samples(more) == Counter(range(COUNT))
 
 
 def test_what_a_distributed_sampler_cant_express_is_said(ranks: RankPool, tmp_path: Path) -> None:
