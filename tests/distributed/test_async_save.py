@@ -187,40 +187,6 @@ def test_ranks_that_are_not_at_the_same_save_are_told(ranks: RankPool, tmp_path:
     assert_loads(tmp_path / "3", _full(3))
 
 
-def _in_a_part_of_the_ranks(path: Path) -> None:
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    rank = dist.get_rank()
-    group = groups[rank % 2]
-    for seed in range(3):
-        state = {"mine": torch.full((100,), 10.0 * seed + rank), f"of {rank}": torch.full((100,), 1.0 * rank)}
-        saving = async_save(state, path / f"{rank % 2}-{seed}", process_group=group)
-        _assert_alive()
-        saving.upload_completion.result(100)
-    if rank == 0:
-        async_save({"w": torch.ones(9)}, path / "alone", no_dist=True).upload_completion.result(100)
-    async_save({"all": torch.ones(9)}, path / "all").upload_completion.result(100)
-
-
-def test_groups_save_on_their_own(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(_in_a_part_of_the_ranks, tmp_path, world_size=4)
-    for seed in range(3):
-        assert_loads(tmp_path / f"1-{seed}", {"of 1": torch.full((100,), 1.0), "of 3": torch.full((100,), 3.0)})
-    assert_loads(tmp_path / "alone", {"w": torch.ones(9)})
-    assert_loads(tmp_path / "all", {"all": torch.ones(9)})
-
-
-def _again_in_another_group(path: Path) -> None:
-    async_save(_sharded(4), path).upload_completion.result(100)
-
-
-@pytest.mark.ci
-def test_a_process_group_that_was_made_anew(ranks: RankPool, tmp_path: Path) -> None:
-    """The processes of the pool destroy their group after each call."""
-    for number, world_size in enumerate((2, 3, 2)):
-        ranks.run(_again_in_another_group, tmp_path / str(number), world_size=world_size)
-        assert_loads(tmp_path / str(number), _full(4))
-
-
 def _one_looks(path: Path) -> None:
     """`wait="nothing"`: a save fails, the next one tells of it, and only one rank looks at that."""
     (path / "file").touch()

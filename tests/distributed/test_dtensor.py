@@ -1,21 +1,18 @@
-"""DTensors in every placement: uneven and empty shards, sub-meshes, local tensors of any dtype and layout."""
+"""DTensors as tests/properties does not draw them: views, sub-meshes, and process groups of some ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.conformance.plugins import Plugin, on_every_plugin, quiet_stock
-from tests.conformance.values import DTYPES, random_bits, trained
+from tests.conformance.values import random_bits, trained
 from tests.states import assert_same_bits, opposite_of
 
 from .launch import RankPool
@@ -23,64 +20,8 @@ from .launch import RankPool
 pytestmark = quiet_stock
 
 
-def _hold(value: torch.Tensor, *placements: Any, mesh_shape: tuple[int, ...] | None = None) -> DTensor:
-    mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
-    return distribute_tensor(value, mesh, list(placements), src_data_rank=None)
-
-
-def _by(value: torch.Tensor, placements: tuple[Any, ...], mesh_shape: tuple[int, ...] | None = None) -> DTensor:
-    return _hold(value, *placements, mesh_shape=mesh_shape)
-
-
-Values = Callable[[], dict[str, torch.Tensor]]
-Hold = Callable[[torch.Tensor], DTensor]
-
-
-def _save(plugin: Plugin, path: Path, values: Values, hold: Hold) -> None:
-    dcp.save({key: hold(value) for key, value in values().items()}, storage_writer=plugin.writer(path))
-
-
-def _load(plugin: Plugin, path: Path, values: Values, hold: Hold) -> None:
-    state = {key: hold(opposite_of(value)) for key, value in values().items()}
-    dcp.load(state, storage_reader=plugin.reader(path))
-    for key, value in values().items():
-        assert_same_bits(_local(state[key]), _local(hold(value)), key)
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _uneven() -> dict[str, torch.Tensor]:
-    return {
-        f"{rows}x{columns}": trained(torch.float32, (rows, columns))
-        for rows, columns in [(1, 7), (3, 5), (5, 3), (9, 1), (10, 17), (0, 4), (4, 0), (1001, 301)]
-    }
-
-
-@pytest.mark.ci
-@on_every_plugin
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [((4, 0), (3, 0)), pytest.param((4, 1), (2, 0), marks=pytest.mark.slow), ((3, 0), (4, 1))],
-    ids=str,
-)
-def test_uneven_shards(
-    ranks: RankPool, tmp_path: Path, plugin: Plugin, before: tuple[int, int], after: tuple[int, int]
-) -> None:
-    for do, (world_size, dim) in ((_save, before), (_load, after)):
-        ranks.run(do, plugin, tmp_path, _uneven, partial(_by, placements=(Shard(dim),)), world_size=world_size)
-
-
-def _every_dtype() -> dict[str, torch.Tensor]:
-    return {str(dtype): random_bits(dtype, (9, 8)) for dtype in DTYPES}
-
-
-@on_every_plugin
-def test_every_dtype(ranks: RankPool, tmp_path: Path, plugin: Plugin) -> None:
-    in_both = partial(_by, placements=(Shard(0), Shard(1)), mesh_shape=(2, 2))
-    ranks.run(_save, plugin, tmp_path, _every_dtype, in_both, world_size=4)
-    ranks.run(_load, plugin, tmp_path, _every_dtype, partial(_by, placements=(Shard(1),)), world_size=3)
 
 
 def _strided_hold(value: torch.Tensor) -> DTensor:
@@ -99,14 +40,25 @@ def _strided() -> dict[str, torch.Tensor]:
     }
 
 
+def _save_strided(plugin: Plugin, path: Path) -> None:
+    dcp.save({key: _strided_hold(value) for key, value in _strided().items()}, storage_writer=plugin.writer(path))
+
+
+def _load_strided(plugin: Plugin, path: Path) -> None:
+    state = {key: _strided_hold(opposite_of(value)) for key, value in _strided().items()}
+    dcp.load(state, storage_reader=plugin.reader(path))
+    for key, value in _strided().items():
+        assert_same_bits(_local(state[key]), _local(_strided_hold(value)), key)
+
+
 @pytest.mark.ci
 @on_every_plugin
 @pytest.mark.parametrize(("saving_ranks", "loading_ranks"), [(4, 2), (2, 4)])
 def test_local_tensors_that_are_views(
     ranks: RankPool, tmp_path: Path, plugin: Plugin, saving_ranks: int, loading_ranks: int
 ) -> None:
-    ranks.run(_save, plugin, tmp_path, _strided, _strided_hold, world_size=saving_ranks)
-    ranks.run(_load, plugin, tmp_path, _strided, _strided_hold, world_size=loading_ranks)
+    ranks.run(_save_strided, plugin, tmp_path, world_size=saving_ranks)
+    ranks.run(_load_strided, plugin, tmp_path, world_size=loading_ranks)
 
 
 def _on_submesh(value: torch.Tensor, members: list[int]) -> DTensor:
@@ -119,7 +71,7 @@ def _save_on_submeshes(plugin: Plugin, path: Path) -> None:
         "first": _on_submesh(trained(torch.float32, (33, 5), "first"), [0, 1]),
         "second": _on_submesh(trained(torch.float32, (33, 5), "second"), [2, 3]),
         "odd": _on_submesh(trained(torch.float32, (33, 5), "odd"), [1, 3]),
-        "all": _hold(trained(torch.float32, (33, 5), "all"), Shard(0)),
+        "all": _on_submesh(trained(torch.float32, (33, 5), "all"), [0, 1, 2, 3]),
     }
     dcp.save(state, storage_writer=plugin.writer(path))
 
@@ -167,24 +119,3 @@ def test_process_group_of_some_ranks(ranks: RankPool, tmp_path: Path, plugin: Pl
     state = {"w": torch.zeros(33, 5)}
     dcp.load(state, storage_reader=plugin.reader(tmp_path))
     assert_same_bits(state["w"], trained(torch.float32, (33, 5), "group"))
-
-
-def _save_replicated(plugin: Plugin, path: Path) -> None:
-    value = trained(torch.float32, (100, 100))
-    state = {
-        "replicate": _hold(value, Replicate()),
-        "both": _hold(value, Replicate(), Shard(1), mesh_shape=(2, 2)),
-        "plain": value,
-        "object": {"rank": "the same"},
-    }
-    dcp.save(state, storage_writer=plugin.writer(path))
-
-
-@on_every_plugin
-def test_replicated_and_plain_values(ranks: RankPool, tmp_path: Path, plugin: Plugin) -> None:
-    ranks.run(_save_replicated, plugin, tmp_path, world_size=4)
-    value = trained(torch.float32, (100, 100))
-    state = {name: opposite_of(value) for name in ("replicate", "both", "plain")}
-    dcp.load(state, storage_reader=plugin.reader(tmp_path))
-    for name in state:
-        assert_same_bits(state[name], value, name)

@@ -39,15 +39,11 @@ def _load_into_another(plugin: Plugin, path: Path, job: str) -> Any:
 
 
 RESHARDINGS = [
-    ("fsdp2", 4, "fsdp2", 4),
-    ("fsdp2", 4, "fsdp2", 2),
     ("fsdp2", 3, "fsdp2", 4),
     ("fsdp2", 2, "plain", 1),
     ("plain", 1, "fsdp2", 3),
     ("tp", 2, "fsdp2+tp", 4),
     ("fsdp2+tp", 4, "fsdp2", 3),
-    ("fsdp2+tp", 4, "tp", 4),
-    ("fsdp2", 3, "hsdp", 4),
     ("hsdp", 4, "tp", 2),
     ("plain", 4, "hsdp", 4),
 ]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import errors
-from tests.checkpoints import assert_holds, file_names, flip
+from tests.checkpoints import file_names, flip
 from tests.conformance.plugins import OURS, Plugin, on_every_plugin, quiet_stock
 from tests.conformance.sabotage import LOAD_STEPS, SAVE_STEPS, FailingLoadPlanner, FailingSavePlanner, Sabotage
 from tests.conformance.values import trained
-from tests.distributed.launch import RankFailure, RankPool
+from tests.distributed.launch import RankPool
 from tests.states import assert_same_bits, opposite_of
 
 pytestmark = quiet_stock
@@ -184,59 +182,6 @@ def test_storage_error_of_one_rank(ranks: RankPool, tmp_path: Path) -> None:
         assert failures.keys() == {1} and isinstance(failures[1], errors.StorageError)
         assert failures[1].errno is not None and failures[1].path is not None
     assert ".metadata" not in file_names(tmp_path / "c")
-
-
-class _KilledPlanner(FailingSavePlanner):
-    """Ends its rank on the spot where its parent would raise."""
-
-    def _fail_at(self, step: str) -> None:
-        try:
-            super()._fail_at(step)
-        except Sabotage:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _save_and_lose_a_rank(path: Path, outcome: Path) -> None:
-    writer = OURS.writer(path)
-    dcp.save(_state("one"), storage_writer=writer)
-    dist.barrier()
-    try:
-        dcp.save(_state("two"), storage_writer=writer, planner=_KilledPlanner("resolve_data", rank=1))
-    except BaseException as error:
-        outcome.write_text(type(error).__name__)
-        raise
-
-
-@pytest.mark.ci
-def test_killed_rank(tmp_path: Path) -> None:
-    """Stock DCP then loads old and new values mixed."""
-    pool = RankPool(2, tmp_path, grace_s=30.0)
-    try:
-        with pytest.raises(RankFailure, match="rank 1: died"):
-            pool.run(_save_and_lose_a_rank, tmp_path / "c", tmp_path / "outcome", timeout_s=120.0)
-    finally:
-        pool.close()
-    assert (tmp_path / "outcome").exists(), "rank 0 was told"
-    assert_holds(OURS.reader(tmp_path / "c"), _values("one"))
-
-
-def _fail_async(plugin: Plugin, path: Path, failing_rank: int) -> str:
-    writer = plugin.writer(path)
-    dcp.async_save(_state("one"), storage_writer=writer).result(timeout=180)
-    planner = FailingSavePlanner("resolve_data", rank=failing_rank)
-    error = dcp.async_save(_state("two"), storage_writer=writer, planner=planner).exception(timeout=180)
-    assert isinstance(error, dcp.CheckpointException), error
-    _assert_alive()
-    if plugin == OURS:
-        _load(plugin, path, "one")
-    dcp.async_save(_state("three"), storage_writer=writer).result(timeout=180)
-    _load(plugin, path, "three")
-    return type(error.failures[failing_rank][0]).__name__
-
-
-@on_every_plugin
-def test_async_save_of_two_ranks(ranks: RankPool, tmp_path: Path, plugin: Plugin) -> None:
-    assert ranks.run(_fail_async, plugin, tmp_path, 1, world_size=2) == ["Sabotage"] * 2
 
 
 def _save_missing_checkpoint(path: Path) -> dict[int, BaseException]:

@@ -7,7 +7,9 @@ tests/distributed/launch.py serves more ranks, but nothing may die there or stay
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import runpy
@@ -28,6 +30,8 @@ import torch.distributed as dist
 from tests.distributed.launch import STOCK_WARNINGS
 
 WORLD_SIZE = 2
+FIRED = "fired"  # in the directory of a call: a rank was killed, and the others have `GRACE_SECONDS` left
+GRACE_SECONDS = 0.4
 LIMIT_SECONDS = 240.0  # ends what hangs
 GROUP_SECONDS = 60.0  # for what waits for a rank that died
 MEETINGS = 4  # gloo sometimes fails to connect the ranks of a busy machine
@@ -40,7 +44,7 @@ class End:
     """The end of one rank."""
 
     has_met: bool  # False if the ranks could not connect, so that none of them began
-    exit_code: int | None  # of its process; None where it hung and was killed for it
+    exit_code: int | None  # of its process; None where it hung, or the grace was over, and it was killed for it
     error: str | None  # the traceback of what its function raised; None where it did not come that far
     value: Any  # what its function returned
     checkpointer_exit_code: int | None  # of the process checkpointer; None where there was none, or it was still alive
@@ -97,31 +101,49 @@ def _program(function: Callable[[str], None], given: tuple[str], argv: list[str]
 
 
 def run(
-    function: Callable[..., Any], *arguments: Any, directory: Path, checkpointer: bool = False, lost: int | None = None
+    function: Callable[..., Any],
+    *arguments: Any,
+    directory: Path,
+    checkpointer: bool = False,
+    lost: int | None = None,
+    world_size: int = WORLD_SIZE,
+    gets_directory: bool = False,
 ) -> list[End]:
-    """Run `function(*arguments)` on each rank; `lost` is the one whose process checkpointer ends by itself."""
+    """Run `function(*arguments)` on each rank; `lost` is the one whose process checkpointer ends by itself.
+
+    With `gets_directory` the directory of the call is the last argument: it has a file `pid-<rank>` for each rank.
+    """
     for meeting in range(MEETINGS):
-        ends = _run_once(function, arguments, directory / f"meeting-{meeting}", checkpointer, lost)
+        where = directory / f"meeting-{meeting}"
+        given = (*arguments, where) if gets_directory else arguments
+        ends = _run_once(function, given, where, checkpointer, lost, world_size)
         if any(end.has_met for end in ends):
             break
     return ends
 
 
 def _run_once(
-    function: Callable[..., Any], arguments: tuple[Any, ...], directory: Path, checkpointer: bool, lost: int | None
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    directory: Path,
+    checkpointer: bool,
+    lost: int | None,
+    world_size: int,
 ) -> list[End]:
     directory.mkdir(parents=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, function.__module__])
     ranks = [
-        context.Process(target=_rank, args=(function, arguments, directory, rank, checkpointer, lost))
-        for rank in range(WORLD_SIZE)
+        context.Process(target=_rank, args=(function, arguments, directory, rank, checkpointer, lost, world_size))
+        for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + LIMIT_SECONDS
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
+    deadline, has_fired = time.monotonic() + LIMIT_SECONDS, False
+    while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
+        if not has_fired and (directory / FIRED).exists():
+            has_fired, deadline = True, time.monotonic() + GRACE_SECONDS
+        multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()], timeout=0.02)
     exit_codes = [process.exitcode for process in ranks]
     for process in ranks:
         if process.is_alive():
@@ -144,6 +166,7 @@ def _rank(
     rank: int,
     has_checkpointer: bool,
     lost: int | None,
+    world_size: int,
 ) -> None:
     log = os.open(directory / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -152,6 +175,8 @@ def _rank(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(0.8 * LIMIT_SECONDS)
+    (directory / f"pid-{rank}").write_text(str(os.getpid()))
     checkpointer = _StandIn() if has_checkpointer else None
     if checkpointer is not None:
         torch.multiprocessing.get_context = lambda method=None: checkpointer
@@ -161,7 +186,7 @@ def _rank(
             "gloo",
             init_method=f"file://{directory / 'meeting'}",
             rank=rank,
-            world_size=WORLD_SIZE,
+            world_size=world_size,
             timeout=timedelta(seconds=GROUP_SECONDS),
         )
         dist.barrier()

@@ -266,8 +266,17 @@ def wrapped(module: torch.nn.Module, kind: str) -> torch.nn.Module:
 
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # by torch.compile
-@pytest.mark.parametrize("before", ["plain", "compile", "inner compile", "module"])
-@pytest.mark.parametrize("after", ["plain", "compile", "checkpointing", "module"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("plain", "compile"),
+        ("compile", "module"),
+        ("inner compile", "plain"),
+        ("inner compile", "checkpointing"),
+        ("module", "plain"),
+        ("module", "compile"),
+    ],
+)
 def test_wrappers_of_modules_make_no_difference(tmp_path: Path, before: str, after: str) -> None:
     def build(kind: str) -> torch.nn.Module:
         return wrapped(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)), kind)
@@ -502,14 +511,6 @@ def test_views_keep_what_was_put_on_them(tmp_path: Path) -> None:
     found: dict[str, Any] = {"pair": None}
     load(found, tmp_path, no_dist=True)
     assert found["pair"][0].tag == "x" and found["pair"][1].mp is True
-
-
-def test_steps_that_no_rank_can_tell(tmp_path: Path) -> None:
-    with (
-        CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager,
-        pytest.raises(ConfigurationError, match="larger than any step"),
-    ):
-        manager.save(10**30, {"w": torch.ones(1)})
 
 
 @pytest.mark.ci

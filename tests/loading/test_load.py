@@ -97,27 +97,11 @@ def test_into_parameters(tmp_path: Path) -> None:
     assert_same(parameter.detach(), torch.arange(4.0))
 
 
-def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
-    save(full(), tmp_path, no_dist=True)
-    with pytest.warns(
-        UserWarning, match=r"3 saved value\(s\) were not loaded.*'nested\.list\.0', 'nested\.list\.1\.deep'"
-    ):
-        into = got(tmp_path, {"nested": {"w": torch.zeros(3, 4)}, "scalar": torch.tensor(0.0)})
-    assert_same(into, {"nested": {"w": full()["nested"]["w"]}, "scalar": torch.tensor(3.5)})
-
-
 def test_partial_loads_leave_what_is_not_there(tmp_path: Path) -> None:
     save({"w": torch.ones(2)}, tmp_path, no_dist=True)
     into = {"w": torch.zeros(2), "more": torch.full((2,), 7.0)}
     got(tmp_path, into, planner=DefaultLoadPlanner(allow_partial_load=True))
     assert_same(into, {"w": torch.ones(2), "more": torch.full((2,), 7.0)})
-
-
-def test_planners_without_flattening(tmp_path: Path) -> None:
-    state = {"w": torch.ones(2), "object": {"of": [1, 2]}}
-    save(state, tmp_path, no_dist=True, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
-    into = got(tmp_path, {"w": torch.zeros(2), "object": None}, planner=DefaultLoadPlanner(False, False))
-    assert_same(into, state)
 
 
 class _Doubling(DefaultLoadPlanner):
@@ -130,15 +114,6 @@ class _Doubling(DefaultLoadPlanner):
 def test_planners_of_other_classes_plan_themselves(tmp_path: Path) -> None:
     save({"w": torch.ones(2)}, tmp_path, no_dist=True)
     assert_same(got(tmp_path, {"w": torch.zeros(2)}, planner=_Doubling()), {"w": torch.full((2,), 2.0)})
-
-
-def test_stateful_values_get_theirs(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    save({"model": model.state_dict(), "step": 3}, tmp_path, no_dist=True)
-    other = torch.nn.Linear(3, 2)
-    into = got(tmp_path, {"model": other, "step": 0})
-    assert into["model"] is other and into["step"] == 3
-    assert_same(other.state_dict(), model.state_dict())
 
 
 # --- what fails -------------------------------------------------------------------------------------------------------

@@ -110,13 +110,6 @@ def test_steps_only_grow_unless_one_goes_back(tmp_path: Path, has_fast: bool) ->
     assert _newest(run, **options) == (105, pytest.approx(10.6))
 
 
-def test_a_manager_that_only_saves_saves_no_older_step(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, every=1) as manager:
-        manager.save(20, _state(1.0))
-        with pytest.raises(ConfigurationError, match="older than step 20"):
-            manager.save(10, _state(1.0))
-
-
 def _save_older(place: Path) -> str:
     with jobs.manager_of(place) as manager:
         manager.restore(jobs.state_of(-1))

@@ -256,13 +256,20 @@ def test_a_larger_limit_of_metadata_counts_for_the_fast_tier_too(
         assert (None if event is None else event.step) == found
 
 
-def test_skip_leaves_out_what_storage_is_too_slow_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_fast", [False, True])
+def test_skip_leaves_out_what_storage_is_too_slow_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_fast: bool
+) -> None:
+    """It goes to the fast tier only, if there is one."""
     storage = _SlowStorage(monkeypatch)
-    with CheckpointManager(tmp_path / "run", every=1, on_backlog="skip") as manager:
+    options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1} if has_fast else {}
+    with CheckpointManager(tmp_path / "run", every=1, on_backlog="skip", **options) as manager:
         saves = [manager.save(step, _state(step)) for step in (1, 2, 3)]
-        assert isinstance(saves[2].saved.result(0), StepSkipped) and saves[2].tiers == ()
+        assert has_fast or isinstance(saves[2].saved.result(0), StepSkipped)
         storage.go.set()
         manager.wait()
+        tiers = ("fast", "durable") if has_fast else ("durable",)
+        assert [save.tiers for save in saves] == [tiers, tiers, ("fast",) if has_fast else ()]
         manager.save(4, _state(4))
     assert _steps(tmp_path / "run") == [1, 2, 4]
 
@@ -293,21 +300,6 @@ def test_wait_holds_training_back_and_says_so(tmp_path: Path, monkeypatch: pytes
     assert _steps(tmp_path / "run") == [1, 2, 3]
     (delayed,) = [event for event in events if isinstance(event, StepDelayed)]
     assert delayed.step == 3 and delayed.seconds > 0.1
-
-
-def test_skip_goes_to_the_fast_tier_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = _SlowStorage(monkeypatch)
-    options: dict[str, Any] = {"fast": tmp_path / "fast", "fast_every": 1}
-    with CheckpointManager(tmp_path / "run", every=1, on_backlog="skip", **options) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, _state(step))
-        storage.go.set()
-        manager.wait()
-        assert {saved.step: saved.tiers for saved in manager.report().saves} == {
-            1: ("fast", "durable"),
-            2: ("fast", "durable"),
-            3: ("fast",),
-        }
 
 
 def test_steps_on_their_way_stay_in_the_fast_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,6 +343,7 @@ def test_mistakes_are_named(tmp_path: Path, options: dict[str, Any], words: str)
     ("step", "metrics", "words"),
     [
         (-1, None, "step=-1"),
+        (10**30, None, "larger than any step"),
         (1, {"loss": "low"}, "not a number"),
         (1, {"loss": torch.zeros(2)}, "not a number"),
         (1, {f"metric {number}": 1 / 3 for number in range(500)}, "too many"),

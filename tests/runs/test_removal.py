@@ -14,10 +14,12 @@ import torch
 
 from dcp_nvcomp import Best, CheckpointManager, CheckpointNotFoundError, Keep, StorageError, load, save
 from dcp_nvcomp.runs import SavedStep, list_run, pin_step, prune_run
+from dcp_nvcomp.runs.background.stages import FastStage
 from dcp_nvcomp.runs.own_files import REMOVING, is_being_removed, pin
 from dcp_nvcomp.runs.steps import StepNames, remove_step
 from dcp_nvcomp.runs.tiers import durable as durable_tier
 from dcp_nvcomp.runs.tiers.durable import DurableTier
+from dcp_nvcomp.storage.base import temporary_name
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads
 from tests.faults.intercept import POSIX_CALLS, intercept_system_calls
@@ -286,3 +288,58 @@ def test_a_look_that_fails_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(tmp_path.glob(f"step-*/{REMOVING}"))
     assert _steps(tmp_path) == [1, 2]
     assert prune_run(tmp_path, Keep(last=1)).kept == {1: ("pinned",), 2: ("last 1",)}
+
+
+# --- in the fast tier ---
+
+
+def _with_fast_tier(place: Path, **options: Any) -> CheckpointManager:
+    return CheckpointManager(
+        place / "run", every=1000, fast=place / "node-0", fast_every=1, fast_keep=2, preemption_signals=(), **options
+    )
+
+
+def _save_steps(manager: CheckpointManager, *steps: int) -> None:
+    for step in steps:
+        manager.save(step, {"w": torch.arange(100.0)})
+    manager.wait()
+
+
+def _fast_steps(place: Path) -> list[str]:
+    return sorted(folder.name for folder in (place / "node-0").glob("step-*"))
+
+
+def test_a_mark_that_was_being_written_goes_with_the_step(tmp_path: Path) -> None:
+    step = tmp_path / "step-1"
+    step.mkdir()
+    (step / temporary_name(REMOVING)).touch()
+    remove_step(open_filesystem(step))
+    assert not step.exists()
+
+
+@pytest.mark.parametrize("left", [REMOVING, "__0_0_" + "0" * 32 + ".distcp"])
+def test_what_dead_jobs_left_in_the_fast_tier_goes(tmp_path: Path, left: str) -> None:
+    with _with_fast_tier(tmp_path) as manager:
+        _save_steps(manager, 1, 2)
+    (tmp_path / "node-0" / "step-1" / ".metadata").unlink()
+    (tmp_path / "node-0" / "step-1" / left).touch()
+    with _with_fast_tier(tmp_path) as manager:
+        assert manager.restore({"w": torch.zeros(100)}) is not None
+        _save_steps(manager, 3)
+    assert _fast_steps(tmp_path) == ["step-2", "step-3"]
+
+
+def test_a_step_without_its_copies_pushes_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise StorageError("the peer is gone")
+
+    with _with_fast_tier(tmp_path, copies=1) as manager:
+        _save_steps(manager, 1, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(FastStage, "_copy", fail)
+            _save_steps(manager, 3)
+        assert _fast_steps(tmp_path) == ["step-1", "step-2", "step-3"]
+        _save_steps(manager, 4)
+        assert _fast_steps(tmp_path) == ["step-2", "step-3", "step-4"]
+        _save_steps(manager, 5)
+    assert _fast_steps(tmp_path) == ["step-4", "step-5"]

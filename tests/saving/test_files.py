@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 from pathlib import Path
@@ -12,12 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.errors import CheckpointReplacedError
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from tests.checkpoints import assert_loads, save, save_stock
+from tests.checkpoints import assert_loads, save
 from tests.saving.test_lifecycle import FailsToFinish
 
 
@@ -79,51 +77,11 @@ def test_overwriting_removes_what_was_replaced(tmp_path: Path) -> None:
         assert_loads(tmp_path, state_of_sizes(seed))
 
 
-def test_overwriting_a_stock_checkpoint_removes_its_files(tmp_path: Path) -> None:
-    save_stock(tmp_path, state_of_sizes(1))
-    assert data_files(tmp_path) == ["__0_0.distcp"]
-    with pytest.warns(UserWarning, match="an existing checkpoint of stock DCP"):
-        save(tmp_path, state_of_sizes(2))
-    assert "__0_0.distcp" not in data_files(tmp_path)
-    assert_loads(tmp_path, state_of_sizes(2))
-
-
 def test_stock_reader_shows_keys_and_shapes(tmp_path: Path) -> None:
     save(tmp_path, state_of_sizes())
     metadata = FileSystemReader(tmp_path).read_metadata()
     assert metadata.state_dict_metadata["t0"].size == torch.Size([(1 << 20) + 17])
     assert set(metadata.state_dict_metadata) == {*(key for key in state_of_sizes() if key != "object"), "object.seed"}
-
-
-class Boom(Exception):
-    pass
-
-
-class FailsAt(dcp.DefaultSavePlanner):
-    """Raises when the given item is resolved."""
-
-    def __init__(self, fqn: str) -> None:
-        super().__init__()
-        self._fqn = fqn
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.index.fqn == self._fqn:
-            raise Boom
-        return super().resolve_data(write_item)
-
-
-@pytest.mark.parametrize("fqn", ["t0", "t5", "object.seed"])
-@pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"thread_count": 1, "host_memory_budget": 1}])
-def test_failed_save_leaves_the_old_checkpoint(tmp_path: Path, fqn: str, options: dict[str, Any]) -> None:
-    save(tmp_path, state_of_sizes(1))
-    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
-    with pytest.raises(CheckpointException) as caught:
-        dcp.save(
-            state_of_sizes(2), storage_writer=NvcompWriter(tmp_path, **options), planner=FailsAt(fqn), no_dist=True
-        )
-    assert isinstance(caught.value.failures[0][0], Boom)
-    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dcp-")]
 
 
 def test_replaced_between_metadata_and_data(tmp_path: Path) -> None:

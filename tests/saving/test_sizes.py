@@ -71,7 +71,7 @@ class Rows(dcp.DefaultLoadPlanner):
         return replace(plan, items=items)
 
 
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize("part", [0, 3, 7])
 def test_loading_an_eighth_fetches_an_eighth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     weight = torch.randn(4096, 2048).bfloat16()
     save(tmp_path, {"w": weight})

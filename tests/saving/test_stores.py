@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import CheckpointException
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_holds
-from tests.saving.test_files import FailsAt
+from tests.conformance.sabotage import FailingSavePlanner
 from tests.states import small_state
 
 Store = tuple[str, dict[str, Any]]
@@ -63,7 +63,12 @@ def test_a_failed_save_leaves_no_multipart_upload(any_s3_store: Store) -> None:
     url, storage = any_s3_store
     content = {"w": torch.randint(-(2**31), 2**31 - 1, (24 << 20,), dtype=torch.int32), "object": {"seed": 1}}
     with pytest.raises(CheckpointException):
-        dcp.save(content, storage_writer=NvcompWriter(url, **storage), planner=FailsAt("object.seed"), no_dist=True)
+        dcp.save(
+            content,
+            storage_writer=NvcompWriter(url, **storage),
+            planner=FailingSavePlanner("resolve_data", survivors=1),
+            no_dist=True,
+        )
     fs = s3fs.S3FileSystem(**storage, use_listings_cache=False)
     assert fs.list_multipart_uploads(url.removeprefix("s3://").partition("/")[0]) == []
     assert names(any_s3_store) == []

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from dcp_nvcomp import CorruptDataError, NvcompReader, tools
-from tests.checkpoints import assert_loads, data_file, flip, load, save, save_stock
+from tests.checkpoints import assert_loads, data_file, flip, save_stock
 from tests.loading.stock.make_golden import golden_state
 
 
@@ -30,16 +30,6 @@ def test_fresh_checkpoint(tmp_path: Path, writer: Any, extensions: Any, thread_c
     assert_loads(tmp_path, golden_state())
 
 
-def test_switching_over(tmp_path: Path) -> None:
-    """A running job: load what stock wrote, save to the same path with this writer, load again."""
-    save_stock(tmp_path, golden_state())
-    state = load(tmp_path, golden_state())
-    with pytest.warns(UserWarning, match="an existing checkpoint of stock DCP"):
-        save(tmp_path, state)
-    assert_loads(tmp_path, golden_state())
-    assert not (tmp_path / "__0_0.distcp").exists()
-
-
 def test_flipped_bit_is_noticed(tmp_path: Path) -> None:
     """torch.load does not look at the CRCs that torch.save wrote."""
     save_stock(tmp_path, {"w": torch.arange(1000.0)})
@@ -50,16 +40,6 @@ def test_flipped_bit_is_noticed(tmp_path: Path) -> None:
         dcp.load({"w": torch.zeros(1000)}, storage_reader=reader, no_dist=True)
     error = caught.value.failures[0][0]
     assert isinstance(error, CorruptDataError) and error.fqn == "w" and error.path == str(file)
-
-
-def test_rows_of_a_stock_tensor(tmp_path: Path) -> None:
-    from tests.saving.test_sizes import Rows
-
-    weight = torch.randn(64, 16)
-    save_stock(tmp_path, {"w": weight})
-    into = torch.zeros(64, 16)
-    dcp.load({"w": into}, storage_reader=NvcompReader(tmp_path), planner=Rows(16, 24), no_dist=True)
-    assert torch.equal(into[16:24], weight[16:24]) and int((into != 0).sum()) == 8 * 16
 
 
 def test_an_object_that_compresses_well(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ is told apart.
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,9 +24,10 @@ import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager, Keep, load
 from dcp_nvcomp.runs.tiers import transfer
+from tests.faults import forked
 from tests.runs import jobs
 
-from . import oracle, processes
+from . import oracle
 from .stages import BY_NAME, STAGES, Stage
 
 EVERY, FAST_EVERY, KEPT = 20, 10, 2
@@ -178,11 +180,26 @@ def be_killed(place: Place, stage_name: str, victims: Sequence[int], where: Path
         armed = True  # of the replicas one uploads, whichever was done first; the first rank to get there strikes
     with manager_of(place) as manager:
         if armed and stage.during == "restore":
-            stage.seam.arm(lambda: processes.strike(where, victims))
+            stage.seam.arm(lambda: strike(where, victims))
         manager.restore(jobs.state_of(987654, place.replicas))
         if armed and stage.during == "save":
-            stage.seam.arm(lambda: processes.strike(where, victims))
+            stage.seam.arm(lambda: strike(where, victims))
         _save(manager, place, 1, [KILLED_STEP])
+
+
+def strike(where: Path, victims: Sequence[int]) -> None:
+    """Kill ranks, this one last if it is among them; only the first call does."""
+    try:
+        (where / forked.FIRED).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    pids = [int((where / f"pid-{victim}").read_text()) for victim in victims]
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _run(function: Callable[..., Any], *arguments: Any, world_size: int, directory: Path) -> list[forked.End]:
+    return forked.run(function, *arguments, world_size=world_size, directory=directory, gets_directory=True)
 
 
 def _striker(reached_by: str, victims: Sequence[int]) -> int:
@@ -212,7 +229,7 @@ def earlier_run(directory: Path, copies: Copies) -> Path:
     for attempt in range(ATTEMPTS):
         place = Place(directory / str(attempt), FOUR_RANKS, copies)
         place.path.mkdir(parents=True)
-        ends = processes.run(save_earlier, place, world_size=4, directory=directory / f"ranks-{attempt}")
+        ends = _run(save_earlier, place, world_size=4, directory=directory / f"ranks-{attempt}")
         if all(end.exit_code == 0 and not end.error for end in ends):
             assert oracle.complete_on_nodes(place.nodes) == {40, 50}
             assert oracle.complete_in(place.run) == {20, 40}
@@ -230,10 +247,10 @@ def kill(case: Case, earlier: Path, directory: Path) -> Place:
             shutil.rmtree(place.path / case.lost_before)
         where = directory / f"killed-{attempt}"
         victims = RANKS_OF[case.victim]
-        ends = processes.run(be_killed, place, case.stage, victims, world_size=4, directory=where)
-        if any(where.glob(f"*/{processes.FIRED}")):
+        ends = _run(be_killed, place, case.stage, victims, world_size=4, directory=where)
+        if any(where.glob(f"*/{forked.FIRED}")):
             break
-    assert any(where.glob(f"*/{processes.FIRED}")), f"{case}: the stage was never reached: {ends}"
+    assert any(where.glob(f"*/{forked.FIRED}")), f"{case}: the stage was never reached: {ends}"
     assert all(ends[victim].exit_code == -signal.SIGKILL for victim in victims), f"{case}: {ends}"
     for node in case.lost_nodes:
         shutil.rmtree(place.path / node, ignore_errors=True)
@@ -274,8 +291,8 @@ def resume(left: Place, node_of: tuple[str, ...], directory: Path) -> Outcome:
 
 
 def _resumed(place: Place, newest: int, seed: int, directory: Path) -> set[str]:
-    ends = processes.run(go_on, place, newest, seed, world_size=len(place.node_of), directory=directory / "resumed")
-    assert not any(end.hung for end in ends), f"the next job hangs:\n{[end.log for end in ends]}"
+    ends = _run(go_on, place, newest, seed, world_size=len(place.node_of), directory=directory / "resumed")
+    assert not any(end.exit_code is None for end in ends), f"the next job hangs:\n{[end.log for end in ends]}"
     errors = "\n".join(str(end.error or end.log) for end in ends if end.exit_code != 0 or end.error)
     assert not errors, errors
     return {source for end in ends for source, count in end.value.items() if count}

@@ -128,8 +128,7 @@ def test_one_replica_is_uploaded_once(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("lost", [0, 1])
-@pytest.mark.parametrize("step", [20, 30])
+@pytest.mark.parametrize(("lost", "step"), [(0, 30), (1, 20)])
 def test_a_lost_node_is_restored_from_the_other_replica(ranks: RankPool, tmp_path: Path, lost: int, step: int) -> None:
     ranks.run(save_steps, tmp_path, list(range(10, step + 1, 10)))
     shutil.rmtree(jobs.fast_of(tmp_path, lost))
@@ -143,10 +142,9 @@ def test_a_lost_node_is_restored_from_the_other_replica(ranks: RankPool, tmp_pat
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("node", [0, 1])
-def test_a_damaged_file_is_replaced_by_the_other_replicas(ranks: RankPool, tmp_path: Path, node: int) -> None:
+def test_a_damaged_file_is_replaced_by_the_other_replicas(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_steps, tmp_path, [10])
-    damage(fast_step(tmp_path, node, 10))
+    damage(fast_step(tmp_path, 1, 10))
     told = ranks.run(restore, tmp_path, 10)
     assert any(one.get("peer") for one in told) and all(one["damaged"] == () for one in told)
 
@@ -184,8 +182,7 @@ def _saves_with(place: Path, spoil: int, name: str) -> tuple[list[ReplicasDiffer
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("rank", [1, 2])
-@pytest.mark.parametrize("name", ["w", "small.3"])
+@pytest.mark.parametrize(("rank", "name"), [(1, "w"), (2, "small.3")])
 def test_replicas_that_differ_are_told_of(ranks: RankPool, tmp_path: Path, rank: int, name: str) -> None:
     for events, told in ranks.run(_saves_with, tmp_path, rank, name):
         (event,) = events

@@ -105,18 +105,6 @@ def test_several_threads_fill_a_lane_and_none_writes_into_anothers_room() -> Non
     memory.end()
 
 
-def test_segments_serve_the_next_save() -> None:
-    stores = SegmentStores()
-    for _ in range(3):
-        memory = new_memory(stores)
-        for room in [stage(memory, 900_000) for _ in range(50)]:
-            room.release()
-        memory.end()
-        assert stores.plain.nbytes == 3 * HOST_SEGMENT_NBYTES
-    stores.clear()
-    assert stores.plain.nbytes == 0
-
-
 def test_written_segments_serve_the_save_itself() -> None:
     stores = SegmentStores()
     memory = new_memory(stores)
@@ -164,16 +152,6 @@ def test_tasks_that_are_not_encoded_yet_are_waited_for_first(caplog: pytest.LogC
     assert not may_write
     memory.close()
     writing.join()
-
-
-@pytest.mark.parametrize("budget_nbytes", [1, HOST_ROOM_NBYTES, 2 * HOST_ROOM_NBYTES - 1])
-def test_a_budget_of_nothing_still_lets_two_tasks_alternate(budget_nbytes: int) -> None:
-    memory = new_memory(SegmentStores(), budget_nbytes)
-    for _ in range(20):
-        first, second = stage(memory, HOST_ROOM_NBYTES), stage(memory, HOST_ROOM_NBYTES)
-        first.release()
-        second.release()
-    memory.end()
 
 
 def test_all_saves_of_a_process_count_together() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from dcp_nvcomp.saving.kept import forget_all, process_state
 from tests.checkpoints import assert_loads
 from tests.checkpoints import save as dcp_save
 from tests.conformance.sabotage import Sabotage
-from tests.states import State, constant_state, small_state
+from tests.states import State, small_state
 
 
 @pytest.fixture
@@ -328,26 +326,3 @@ def test_the_state_is_not_kept(tmp_path: Path) -> None:
     del state
     gc.collect()
     assert watched() is None
-
-
-def test_a_forked_child_plans_anew(tmp_path: Path, planned: list[SavePlan]) -> None:
-    put(_model(), tmp_path)
-    child = os.fork()
-    if child == 0:
-        try:
-            put(_model(), tmp_path / "child")
-            os._exit(0 if len(planned) == 2 else 1)
-        except BaseException:
-            os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
-    assert_loads(tmp_path / "child", _model())
-
-
-def test_stats_are_those_of_any_save(tmp_path: Path) -> None:
-    sizes = set()
-    for seed in (1, 1, 1):
-        stats = SaveStats.of(put(constant_state(seed), tmp_path))
-        assert stats is not None
-        sizes.add((stats.uncompressed_nbytes, stats.totals.records, len(stats.files)))
-    assert len(sizes) == 1
-    assert copy.copy(stats) == stats
