@@ -12,8 +12,25 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def sharded(full: dict[str, torch.Tensor], placement: Placement | None = None) -> dict[str, Any]:
+    """Return tensors that are cut into rows for all ranks, or placed as `placement` says."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(value, mesh, [placement or Shard(0)], src_data_rank=None)
+        for name, value in full.items()
+    }
+
+
+def assert_alive() -> None:
+    """Fail unless the process group can still be used."""
+    total = torch.tensor([1])
+    dist.all_reduce(total)
+    assert int(total) == dist.get_world_size()
+
 
 Job = Callable[[int, torch.device], tuple[nn.Module, torch.optim.Optimizer]]
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -28,6 +29,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -227,6 +229,20 @@ def _call(payload: bytes) -> Any:
     finally:
         dist.destroy_process_group()
         gc.collect()  # a destroyed group in a cycle, collected in a child that is forked later, hangs that child
+
+
+@contextmanager
+def logged(level: int) -> Iterator[list[str]]:
+    """Collect what the package logs on a rank."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("dcp_nvcomp"), logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 _POOL = pytest.StashKey[RankPool]()

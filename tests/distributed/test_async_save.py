@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from benchmarks.staging import staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, async_save, errors
@@ -21,6 +20,7 @@ from tests.checkpoints import assert_loads, file_names
 from tests.conformance.sabotage import FailingSavePlanner, Sabotage
 from tests.states import State
 
+from .jobs import assert_alive, sharded
 from .launch import RankPool
 
 SHAPE = (64, 500)
@@ -32,20 +32,13 @@ def _full(seed: int) -> State:
 
 
 def _sharded(seed: int) -> State:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {name: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None) for name, value in _full(seed).items()}
+    return sharded(_full(seed))
 
 
 def _spoil(state: State) -> None:
     for value in state.values():
         assert isinstance(value, DTensor)
         value.to_local().fill_(-1)
-
-
-def _assert_alive() -> None:
-    total = torch.tensor([1])
-    dist.all_reduce(total)
-    assert int(total) == dist.get_world_size()
 
 
 def _ended(saving: AsyncSave) -> None:
@@ -59,11 +52,11 @@ def _beside_training(path: Path, wait: str) -> None:
     for seed in range(3):
         state = _sharded(seed)
         savings.append(async_save(state, path / str(seed), wait=wait))
-        _assert_alive()  # training's collectives, while those of the save are under way
+        assert_alive()  # training's collectives, while those of the save are under way
         savings[-1].staging_completion.result(100)
         _spoil(state)
         for _ in range(20):
-            _assert_alive()
+            assert_alive()
     for saving in savings:
         saving.upload_completion.result(100)
 
@@ -83,11 +76,11 @@ def _fails_while_staging(path: Path, failing: int) -> tuple[str, str]:
     saving = async_save(
         _sharded(1), storage_writer=writer, planner=FailingSavePlanner("resolve_data", rank=failing, survivors=0)
     )
-    _assert_alive()
+    assert_alive()
     staging = saving.staging_completion.exception(100)
     with pytest.raises(BaseException, match="resolve_data") as caught:
         saving.upload_completion.result(100)
-    _assert_alive()
+    assert_alive()
     async_save(_sharded(2), storage_writer=writer).upload_completion.result(100)
     return type(staging).__name__, type(caught.value).__name__
 
@@ -120,7 +113,7 @@ def _fails_while_copying(path: Path, failing: int) -> tuple[str, str]:
         state = {**_sharded(seed), f"rank {rank}": _Moody(is_well=is_well)}
         with staged_by("copy"):
             saving = async_save(state, storage_writer=writer)
-        _assert_alive()
+        assert_alive()
         _spoil({name: state[name] for name in _full(seed)})
         if seed == 1:
             staging = saving.staging_completion.exception(100)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors, load, save
@@ -21,20 +21,13 @@ from tests.checkpoints import assert_loads
 from tests.conformance.sabotage import Sabotage
 from tests.states import State, assert_same, blank
 
+from .jobs import sharded
 from .launch import RankPool
 
 
 def _full(seed: int, dtype: torch.dtype = torch.float32) -> State:
     generator = torch.Generator().manual_seed(seed)
     return {f"w{number}": torch.randn(8, 40, generator=generator).to(dtype) for number in range(3)}
-
-
-def _sharded(full: State, placement: Placement | None = None) -> State:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {
-        name: distribute_tensor(value, mesh, [placement or Shard(0)], src_data_rank=None)
-        for name, value in full.items()
-    }
 
 
 class _Counted:
@@ -71,15 +64,15 @@ def _in_many_ways(path: Path) -> list[tuple[str, int]]:
     forget_all()
     rank, half = dist.get_rank(), torch.bfloat16
     cases = {
-        "first": _sharded(_full(1)),
-        "again": _sharded(_full(2)),
-        "bf16": _sharded(_full(3, half)),
-        "back": _sharded(_full(4)),
-        "columns": _sharded(_full(5), Shard(1)),
-        "replicas": _sharded(_full(6), Replicate()),
-        "columns again": _sharded(_full(7), Shard(1)),
-        "one rank has more": {**_sharded(_full(8)), **({"own": torch.ones(3)} if rank == 1 else {})},
-        "once more": {**_sharded(_full(9)), **({"own": torch.ones(3)} if rank == 1 else {})},
+        "first": sharded(_full(1)),
+        "again": sharded(_full(2)),
+        "bf16": sharded(_full(3, half)),
+        "back": sharded(_full(4)),
+        "columns": sharded(_full(5), Shard(1)),
+        "replicas": sharded(_full(6), Replicate()),
+        "columns again": sharded(_full(7), Shard(1)),
+        "one rank has more": {**sharded(_full(8)), **({"own": torch.ones(3)} if rank == 1 else {})},
+        "once more": {**sharded(_full(9)), **({"own": torch.ones(3)} if rank == 1 else {})},
         "objects": {"step": {"of": 1}, "text": "xx"},
     }
     planned = []
@@ -147,21 +140,21 @@ def _fails_at_finish(path: Path, failing: int) -> None:
     def fails(planner: DefaultSavePlanner, plan: SavePlan) -> SavePlan:
         raise Sabotage("on purpose")
 
-    save(_sharded(_full(1)), path)
+    save(sharded(_full(1)), path)
     if rank == failing:
         DefaultSavePlanner.finish_plan = fails  # type: ignore[method-assign]
     try:
         with pytest.raises(errors.RankFailedError, match="on purpose") as caught:
-            save(_sharded(_full(2, torch.bfloat16)), path)
+            save(sharded(_full(2, torch.bfloat16)), path)
         assert sorted(caught.value.failures) == [failing]
     finally:
         DefaultSavePlanner.finish_plan = finish  # type: ignore[method-assign]
-    save(_sharded(_full(3)), path / "fp32")
+    save(sharded(_full(3)), path / "fp32")
     with _Counted() as counted:
-        save(_sharded(_full(4, torch.bfloat16)), path / "bf16")
+        save(sharded(_full(4, torch.bfloat16)), path / "bf16")
     assert counted.count == 1, "what one rank did not keep, none uses"
     with _Counted() as counted:
-        save(_sharded(_full(5, torch.bfloat16)), path / "again")
+        save(sharded(_full(5, torch.bfloat16)), path / "again")
     assert counted.count == 0
 
 
@@ -245,9 +238,9 @@ def test_what_is_no_state_dict_on_one_rank_is_refused_on_all(ranks: RankPool, tm
 
 def _loads_sharded(path: Path, placement: Placement) -> None:
     full = {**_full(1), "plain": torch.arange(5), "step": 7}
-    state = {**_sharded(_full(1), placement), "plain": torch.arange(5), "step": 7}
+    state = {**sharded(_full(1), placement), "plain": torch.arange(5), "step": 7}
     save(state, path)
-    into = {**_sharded(blank(_full(1)), placement), "plain": torch.zeros(5, dtype=torch.int64), "step": 0}
+    into = {**sharded(blank(_full(1)), placement), "plain": torch.zeros(5, dtype=torch.int64), "step": 0}
     load(into, path)
     for name, value in full.items():
         found = into[name]
@@ -275,7 +268,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(ranks: RankPool, tmp_path: P
 
 
 def _metadata_of_all_ranks(path: Path) -> Metadata:
-    return save(_sharded(_full(1)), path)
+    return save(sharded(_full(1)), path)
 
 
 def test_the_coordinator_returns_the_metadata_of_all(ranks: RankPool, tmp_path: Path) -> None:

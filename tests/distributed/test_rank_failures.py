@@ -11,15 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import errors
 from tests.checkpoints import file_names, flip
 from tests.conformance.plugins import OURS, Plugin, on_every_plugin, quiet_stock
 from tests.conformance.sabotage import LOAD_STEPS, SAVE_STEPS, FailingLoadPlanner, FailingSavePlanner, Sabotage
 from tests.conformance.values import trained
-from tests.distributed.launch import RankPool
+from tests.distributed.jobs import assert_alive, sharded
+from tests.distributed.launch import RankPool, logged
 from tests.states import assert_same_bits, opposite_of
 
 pytestmark = quiet_stock
@@ -32,12 +31,8 @@ def _values(seed: str) -> dict[str, torch.Tensor]:
 
 
 def _state(seed: str, *, blank: bool = False) -> dict[str, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    state: dict[str, Any] = {
-        name: distribute_tensor(opposite_of(value) if blank else value, mesh, [Shard(0)], src_data_rank=None)
-        for name, value in _values(seed).items()
-    }
-    return {**state, "seed": "" if blank else seed}
+    values = {name: opposite_of(value) if blank else value for name, value in _values(seed).items()}
+    return {**sharded(values), "seed": "" if blank else seed}
 
 
 def _load(plugin: Plugin, path: Path, seed: str) -> None:
@@ -49,18 +44,12 @@ def _load(plugin: Plugin, path: Path, seed: str) -> None:
         assert_same_bits(state[name].to_local(), value.to_local(), name)
 
 
-def _assert_alive() -> None:
-    total = torch.tensor([1])
-    dist.all_reduce(total)
-    assert int(total) == dist.get_world_size()
-
-
 def _failures(function: Any) -> dict[int, BaseException]:
     """Return what each rank raised, as DCP reports it to this rank."""
     try:
         function()
     except dcp.CheckpointException as error:
-        _assert_alive()
+        assert_alive()
         return {rank: cause for rank, (cause, _) in error.failures.items()}
     raise AssertionError(f"rank {dist.get_rank()} heard of no failure")
 
@@ -194,28 +183,12 @@ def test_missing_checkpoint_is_missing_for_all(ranks: RankPool, tmp_path: Path) 
         assert all(str(tmp_path / "nothing") in str(error) for error in failures.values())
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _save_and_listen(path: Path) -> tuple[list[str], int, Any]:
-    log, handler, told = logging.getLogger("dcp_nvcomp"), _Lines(), []
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
-    try:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        value = distribute_tensor(trained(torch.float32, (400, 300)), mesh, [Shard(0)], src_data_rank=None)
+    told: list[Any] = []
+    with logged(logging.INFO) as lines:
         writer = OURS.writer(path, on_save=told.append, progress=True)
-        dcp.save({"w": value}, storage_writer=writer)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    return handler.lines, len(told), writer.last_save
+        dcp.save(sharded({"w": trained(torch.float32, (400, 300))}), storage_writer=writer)
+    return lines, len(told), writer.last_save
 
 
 def test_rank_zero_tells_of_the_whole_save(ranks: RankPool, tmp_path: Path) -> None:

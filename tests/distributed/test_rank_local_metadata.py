@@ -12,13 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import NvcompReader, errors
 from tests.checkpoints import assert_holds, file_names
 from tests.conformance.plugins import OURS, Plugin, on_every_plugin, quiet_stock
 from tests.conformance.values import trained
+from tests.distributed.jobs import sharded
 from tests.distributed.launch import RankPool
 from tests.states import assert_same_bits, opposite_of
 
@@ -30,8 +29,7 @@ def _full(seed: str) -> torch.Tensor:
 
 
 def _sharded(value: torch.Tensor) -> Any:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+    return sharded({"": value})[""]
 
 
 def _save(plugin: Plugin, path: Path, seed: str = "one") -> None:

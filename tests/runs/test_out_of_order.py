@@ -25,7 +25,7 @@ from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.checkpoints import damage, flip
-from tests.distributed.launch import RankPool
+from tests.distributed.launch import RankPool, logged
 from tests.runs import jobs
 from tests.small_disk import SmallDisk, small_disk
 
@@ -227,24 +227,13 @@ def test_a_file_that_the_upload_cannot_read_is_made_up_for(
 
 def _on_two_nodes(place: Path, disks: list[Path], steps: list[int], **options: Any) -> tuple[int | None, str]:
     """Restore and save steps, on two nodes of one rank each; return the restored step, and what was logged."""
-    lines: list[str] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler, logger = Kept(logging.WARNING), logging.getLogger("dcp_nvcomp")
-    logger.addHandler(handler)
-    try:
-        rank = dist.get_rank()
-        with _manager(place, disks[rank], node=f"node {rank}", **options) as manager:
-            found = _restored(manager)
-            for step in steps:
-                manager.save(step, _state(step))
-                manager.wait()
-        return found, "\n".join(lines)
-    finally:
-        logger.removeHandler(handler)
+    rank = dist.get_rank()
+    with logged(logging.WARNING) as lines, _manager(place, disks[rank], node=f"node {rank}", **options) as manager:
+        found = _restored(manager)
+        for step in steps:
+            manager.save(step, _state(step))
+            manager.wait()
+    return found, "\n".join(lines)
 
 
 @pytest.fixture
@@ -267,8 +256,8 @@ def test_torsos_make_room_for_what_a_restore_fetches(ranks: RankPool, tmp_path: 
     ranks.run(_on_two_nodes, tmp_path, places, [20], world_size=2)
     for disk in disks:
         _torso(disk, 30)
-    for found, logged in ranks.run(_on_two_nodes, tmp_path, places, [], world_size=2):
-        assert found == 20 and "step 30 went: it is complete nowhere" in logged
+    for found, said in ranks.run(_on_two_nodes, tmp_path, places, [], world_size=2):
+        assert found == 20 and "step 30 went: it is complete nowhere" in said
     for found, _ in ranks.run(_on_two_nodes, tmp_path, places, [30, 40, 50], world_size=2):
         assert found == 20
     assert all(50 in _steps(place) for place in places), "what was fetched, and is durable, made room for saves"
@@ -288,8 +277,8 @@ def test_a_node_where_nothing_can_be_written_reads_what_its_peer_has(
             _fill(disk)
         else:
             disk.resize("ro")
-    (found, logged), (other, _) = ranks.run(_on_two_nodes, tmp_path, places, [40], world_size=2)
-    assert found == other == step and "node 1 can't be written" in logged
+    (found, said), (other, _) = ranks.run(_on_two_nodes, tmp_path, places, [40], world_size=2)
+    assert found == other == step and "node 1 can't be written" in said
     assert 40 in _steps(tmp_path / "run")
 
 
