@@ -5,17 +5,19 @@ Nodes are simulated: ranks `2n` and `2n + 1` are on node n, which has a director
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_nvcomp import CheckpointManager
-
-__all__ = ["assert_state_of", "fast_of", "manager_of", "save_steps", "state_of"]
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 
 SHAPE = (48, 64)
 
@@ -61,7 +63,9 @@ def manager_of(place: Path, *, root: str | None = None, per_node: int = 2, **opt
     )
 
 
-def save_steps(place: Path, steps: list[int], **options: Any) -> dict[str, Any]:
+def save_steps(
+    place: Path, steps: list[int], *, state_of: Callable[[int], dict[str, Any]] = state_of, **options: Any
+) -> dict[str, Any]:
     """Save steps, and return what this rank's manager reports."""
     with manager_of(place, **options) as manager:
         for step in steps:
@@ -69,12 +73,35 @@ def save_steps(place: Path, steps: list[int], **options: Any) -> dict[str, Any]:
             manager.save(step, state, metrics={"loss": 1.0 / (step + 1)})
             spoil(state)
         manager.wait()
-        return {
-            "removed": dict(manager.report().removed),
-            "tiers": {saved.step: saved.tiers for saved in manager.report().saves},
-            "uploaded": sum(saved.uploaded_nbytes for saved in manager.report().saves),
-            "copied": sum(saved.copied_nbytes for saved in manager.report().saves),
-        }
+        return reported(manager)
+
+
+def reported(manager: CheckpointManager) -> dict[str, Any]:
+    """Return what a manager reports of its saves."""
+    report = manager.report()
+    return {
+        "tiers": {saved.step: set(saved.tiers) for saved in report.saves},
+        "uploaded": sum(saved.uploaded_nbytes for saved in report.saves),
+        "copied": sum(saved.copied_nbytes for saved in report.saves),
+        "differing": report.differing,
+    }
+
+
+@contextmanager
+def durable_reads(place: Path) -> Iterator[list[str]]:
+    """Collect the paths of files of steps in the durable tier that this process reads."""
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("read", "read_into", "read_all"):
+            call = getattr(PosixFilesystem, name)
+
+            def counted(filesystem: PosixFilesystem, file: str, *args: Any, call: Any = call, **kwargs: Any) -> Any:
+                if f"{place}/run/step-" in filesystem.location(file):
+                    found.append(filesystem.location(file))
+                return call(filesystem, file, *args, **kwargs)
+
+            patch.setattr(PosixFilesystem, name, counted)
+        yield found
 
 
 def restore(place: Path, step: int | None, **options: Any) -> dict[str, Any]:
@@ -94,5 +121,7 @@ def restore(place: Path, step: int | None, **options: Any) -> dict[str, Any]:
 def spoil(state: dict[str, Any]) -> None:
     """Change a state, as the next training step does."""
     for value in state.values():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, dict):
+            spoil(value)
+        elif isinstance(value, torch.Tensor):
             (value.to_local() if isinstance(value, DTensor) else value).fill_(-1)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from dcp_nvcomp import CheckpointError, StorageError, tools
 from dcp_nvcomp.runs import StepFailed, list_run
 from dcp_nvcomp.runs.background import stages
-from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import flip
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
@@ -29,7 +28,7 @@ def _total(results: list[dict[str, int]], key: str) -> int:
 
 def test_a_step_is_on_each_node_and_in_the_durable_tier_when_it_is_due(ranks: RankPool, tmp_path: Path) -> None:
     results = ranks.run(jobs.save_steps, tmp_path, STEPS, **TIERS)
-    assert results[0]["tiers"] == {10: ("fast",), 20: ("fast", "durable"), 30: ("fast",)}
+    assert results[0]["tiers"] == {10: {"fast"}, 20: {"fast", "durable"}, 30: {"fast"}}
     for node in (0, 1):
         assert sorted(path.name for path in jobs.fast_of(tmp_path, node).glob("step-*")) == ["step-20", "step-30"]
     assert [step.name for step in list_run(tmp_path / "run").steps] == ["step-20"]
@@ -63,23 +62,12 @@ def test_what_a_peer_sends_is_not_written_through_a_link(ranks: RankPool, tmp_pa
 
 def test_one_node_alone_has_no_copies_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = jobs.save_steps(tmp_path, STEPS, copies=1, **TIERS)
-    assert result["tiers"] == {10: ("fast",), 20: ("fast", "durable"), 30: ("fast",)}
+    assert result["tiers"] == {10: {"fast"}, 20: {"fast", "durable"}, 30: {"fast"}}
     assert any("copies=1, but only 0 can be made" in record.getMessage() for record in caplog.records)
 
 
 def _restore_counted(place: Path, step: int, **options: Any) -> tuple[dict[str, Any], list[str]]:
-    """Restore, and return the files below the durable tier that were read, but for what a listing reads."""
-    read: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("read", "read_into", "read_all"):
-            call = getattr(PosixFilesystem, name)
-
-            def counted(filesystem: PosixFilesystem, file: str, *args: Any, call: Any = call, **kwargs: Any) -> Any:
-                if f"{place}/run/step-" in filesystem.location(file):
-                    read.append(filesystem.location(file))
-                return call(filesystem, file, *args, **kwargs)
-
-            patch.setattr(PosixFilesystem, name, counted)
+    with jobs.durable_reads(place) as read:
         return jobs.restore(place, step, **options), read
 
 

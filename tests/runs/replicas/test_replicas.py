@@ -59,45 +59,19 @@ def assert_state_of(step: int, state: dict[str, Any]) -> None:
 
 
 def save_steps(place: Path, steps: list[int], **options: Any) -> dict[str, Any]:
-    options = {**TIERS, **options}
-    with jobs.manager_of(place, **options) as manager:
-        for step in steps:
-            state = state_of(step)
-            manager.save(step, state)
-            for value in state["model"].values():
-                value.to_local().fill_(-1)
-        manager.wait()
-        return _told(manager)
+    return jobs.save_steps(place, steps, state_of=state_of, **{**TIERS, **options})
 
 
-def _told(manager: Any) -> dict[str, Any]:
-    report = manager.report()
-    return {
-        "tiers": {saved.step: set(saved.tiers) for saved in report.saves},
-        "copied": sum(saved.copied_nbytes for saved in report.saves),
-        "uploaded": sum(saved.uploaded_nbytes for saved in report.saves),
-        "differing": report.differing,
-    }
-
-
-def restore(place: Path, step: int, back_to: int | None = None, **options: Any) -> dict[str, Any]:
+def restore(place: Path, step: int, **options: Any) -> dict[str, Any]:
     """Restore, check, and return where files came from and which of the durable tier were read."""
-    read: list[str] = []
     state = wanted(step)
-    with pytest.MonkeyPatch.context() as patch, jobs.manager_of(place, **{**TIERS, **options}) as manager:
-        read_into = PosixFilesystem.read_into
-
-        def counted(filesystem: PosixFilesystem, name: str, *arguments: Any) -> Any:
-            if f"{place}/run/step-" in filesystem.location(name):
-                read.append(name)
-            return read_into(filesystem, name, *arguments)
-
-        patch.setattr(PosixFilesystem, "read_into", counted)
-        restored = manager.restore(state, back_to)
+    with jobs.durable_reads(place) as read, jobs.manager_of(place, **{**TIERS, **options}) as manager:
+        restored = manager.restore(state)
         assert restored is not None and restored.step == step, restored
         assert_state_of(step, state)
         manager.wait()
-        return {**restored.files, "read": read, "damaged": restored.damaged, **_told(manager)}
+        data = [file for file in read if file.endswith(".distcp")]
+        return {**restored.files, "read": data, "damaged": restored.damaged, **jobs.reported(manager)}
 
 
 def fast_step(place: Path, node: int, step: int) -> Path:
@@ -178,7 +152,7 @@ def _saves_with(place: Path, spoil: int, name: str) -> tuple[list[ReplicasDiffer
                 (state["bias"] if name == "bias" else state["model"][name].to_local()).view(-1)[0] += 1
             manager.save(step, state)
         manager.wait()
-        return [event for event in events if isinstance(event, ReplicasDiffer)], _told(manager)
+        return [event for event in events if isinstance(event, ReplicasDiffer)], jobs.reported(manager)
 
 
 @pytest.mark.ci

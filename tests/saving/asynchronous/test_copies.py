@@ -276,9 +276,8 @@ def test_what_the_process_raises_is_raised(tmp_path: Path) -> None:
 
 
 def _script(text: str, *arguments: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", text, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-W", "ignore", "-c", text, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 _SAVES = """
@@ -291,6 +290,54 @@ def begin(path):
     with staged_by("copy"):
         return async_save(state, path, no_dist=True)
 """
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("how", ["encode", "copy"])
+def test_a_process_that_ends_finishes_its_save_first(tmp_path: Path, how: str) -> None:
+    """And removes what it replaced."""
+    script = """
+import sys, torch
+from benchmarks.staging import staged_by
+from dcp_nvcomp import async_save
+for seed in range(2):
+    state = {f"w{n}": torch.full((1000,), float(n + seed)) for n in range(20)}
+    with staged_by(sys.argv[2]):
+        async_save(state, sys.argv[1], no_dist=True, single_file_per_rank=False)
+"""
+    process = _script(script, tmp_path, how)
+    _, said = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0 and not said, said
+    assert_loads(tmp_path, {f"w{n}": torch.full((1000,), float(n + 1)) for n in range(20)})
+    assert len(file_names(tmp_path)) == 22
+
+
+def test_a_save_that_fails_while_the_process_ends_says_so(tmp_path: Path) -> None:
+    script = """
+import sys, torch
+from dcp_nvcomp import async_save
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+def publish(*arguments, **options): raise OSError(5, "on purpose")
+PosixFilesystem.publish = publish
+async_save({"w": torch.ones(1000)}, sys.argv[1], no_dist=True)
+"""
+    _, said = _script(script, tmp_path).communicate(timeout=PATIENCE_SECONDS)
+    assert "An asynchronous save failed" in said and "on purpose" in said
+    assert ".metadata" not in file_names(tmp_path)
+
+
+def test_storage_works_while_the_interpreter_waits_for_a_save(tmp_path: Path) -> None:
+    """No thread can be started any more then, and each file has to be removed or looked at all the same."""
+    script = """
+import sys, threading
+from dcp_nvcomp.storage.open import open_filesystem
+def late():
+    threading.main_thread().join()
+    print(open_filesystem(sys.argv[1]).map(str, range(3)))
+threading.Thread(target=late).start()
+"""
+    out, said = _script(script, tmp_path).communicate(timeout=PATIENCE_SECONDS)
+    assert out.strip() == "['0', '1', '2']" and not said, said
 
 
 @pytest.mark.ci
