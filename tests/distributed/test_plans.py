@@ -19,6 +19,7 @@ from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors
 from dcp_nvcomp.saving.kept import forget_all
 from tests.checkpoints import assert_loads
 from tests.conformance.sabotage import Sabotage
+from tests.saving.plans.test_kept import places, planning
 from tests.states import State, assert_same, blank
 
 from .jobs import sharded
@@ -30,33 +31,11 @@ def _full(seed: int, dtype: torch.dtype = torch.float32) -> State:
     return {f"w{number}": torch.randn(8, 40, generator=generator).to(dtype) for number in range(3)}
 
 
-class _Counted:
-    """Counts how often DCP's planner plans."""
-
-    def __init__(self) -> None:
-        self.count, self._plan = 0, DefaultSavePlanner.create_local_plan
-
-    def __enter__(self) -> _Counted:
-        def planning(planner: DefaultSavePlanner) -> SavePlan:
-            self.count += 1
-            return self._plan(planner)
-
-        DefaultSavePlanner.create_local_plan = planning  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        DefaultSavePlanner.create_local_plan = self._plan  # type: ignore[method-assign]
-
-
 def _described(path: Path) -> tuple[Any, ...]:
     """What `.metadata` says, without the ids of the save."""
     metadata = NvcompReader(path).read_metadata()
-    places = {
-        (index.fqn, index.offset, index.index): (file[0].split("_", 3)[:3], record)
-        for index, (file, record) in metadata.storage_data.items()
-    }
     paths = {fqn: metadata.planner_data[fqn] for fqn in metadata.state_dict_metadata}
-    return metadata.state_dict_metadata, paths, places
+    return metadata.state_dict_metadata, paths, places(metadata)
 
 
 def _in_many_ways(path: Path) -> list[tuple[str, int]]:
@@ -79,9 +58,9 @@ def _in_many_ways(path: Path) -> list[tuple[str, int]]:
     for name, state in cases.items():
         if name == "once more" and rank == 2:
             forget_all()
-        with _Counted() as counted:
+        with planning() as plans:
             metadata = save(state, path / name)
-        planned.append((name, counted.count))
+        planned.append((name, len(plans)))
         assert SaveStats.of(metadata) is not None
         dcp.save(state, storage_writer=NvcompWriter(path / "dcp"))
         assert bool(metadata.state_dict_metadata) == (rank == 0)
@@ -110,7 +89,7 @@ def _in_two_groups(path: Path) -> int:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 2])]
     mine = groups[rank // 2]
-    with _Counted() as counted:
+    with planning() as plans:
         for number in range(2):
             state = {f"of{rank}": torch.full((4,), number * 10.0 + rank)}
             save(state, path / f"pair-{rank // 2}-{number}", process_group=mine)
@@ -118,7 +97,7 @@ def _in_two_groups(path: Path) -> int:
             if rank in (0, 2):
                 save(state, path / f"even-{number}", process_group=groups[2])
             async_save(state, path / f"async-{number}").upload_completion.result(100)
-    return counted.count
+    return len(plans)
 
 
 def test_each_group_has_its_plans(ranks: RankPool, tmp_path: Path) -> None:
@@ -150,12 +129,12 @@ def _fails_at_finish(path: Path, failing: int) -> None:
     finally:
         DefaultSavePlanner.finish_plan = finish  # type: ignore[method-assign]
     save(sharded(_full(3)), path / "fp32")
-    with _Counted() as counted:
+    with planning() as plans:
         save(sharded(_full(4, torch.bfloat16)), path / "bf16")
-    assert counted.count == 1, "what one rank did not keep, none uses"
-    with _Counted() as counted:
+    assert len(plans) == 1, "what one rank did not keep, none uses"
+    with planning() as plans:
         save(sharded(_full(5, torch.bfloat16)), path / "again")
-    assert counted.count == 0
+    assert len(plans) == 0
 
 
 @pytest.mark.ci

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,25 @@ from tests.conformance.sabotage import Sabotage
 from tests.states import State, small_state
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[SavePlan]:
-    """The plans that DCP's planner made."""
+@contextmanager
+def planning() -> Iterator[list[SavePlan]]:
+    """Collect the plans that DCP's planner makes."""
     found: list[SavePlan] = []
     plan = DefaultSavePlanner.create_local_plan
 
-    def planning(planner: DefaultSavePlanner) -> SavePlan:
+    def noted(planner: DefaultSavePlanner) -> SavePlan:
         found.append(plan(planner))
         return found[-1]
 
-    monkeypatch.setattr(DefaultSavePlanner, "create_local_plan", planning)
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultSavePlanner, "create_local_plan", noted)
+        yield found
+
+
+@pytest.fixture
+def planned() -> Iterator[list[SavePlan]]:
+    with planning() as found:
+        yield found
 
 
 def put(state: State, path: Path, **options: Any) -> Metadata:
