@@ -187,6 +187,13 @@ def test_metadata_and_footer_must_agree_on_shapes(tmp_path: Path) -> None:
     assert "disagrees" in str(error) or "metadata is None" in str(error)
 
 
+def test_expanded_destination_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"w": torch.arange(12.0).reshape(3, 4)})
+    into = {"w": torch.zeros(4).expand(3, 4)}
+    with pytest.raises(CheckpointException, match="single memory location"):
+        dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True)
+
+
 class OwnCoder(Zstd):
     name = "own"
 

@@ -89,16 +89,6 @@ class Place:
         return len(self.nodes) if self.copies == "replicas" else 1
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a case left, and what the next job made of it."""
-
-    nodes: tuple[str, ...]  # the nodes of the next job
-    restored: int  # the step that it restored
-    sources: tuple[str, ...]  # where the files of that came from
-    orphans: int  # how many data files are left at its end that no `.metadata` beside them names
-
-
 FOUR_RANKS = (NODES[0], NODES[0], NODES[1], NODES[1])
 
 
@@ -207,7 +197,7 @@ def _striker(reached_by: str, victims: Sequence[int]) -> int:
     return {"all": victims[0], "leaders": victims[0] // 2 * 2, "coordinator": 0}[reached_by]
 
 
-def go_on(place: Place, step: int, seed: int, where: Path) -> dict[str, Any]:
+def go_on(place: Place, step: int, seed: int, where: Path) -> None:
     """Restore what must be there, save two steps more, and restore the last one with a manager of its own."""
     later = [step + FAST_EVERY, step + 2 * FAST_EVERY]
     with manager_of(place) as manager:
@@ -221,7 +211,6 @@ def go_on(place: Place, step: int, seed: int, where: Path) -> dict[str, Any]:
         again = manager.restore(state)
         assert again is not None and (again.step, again.damaged) == (later[-1], ()), again
         jobs.assert_state_of(values_of(2, later[-1]), state, place.replicas)
-    return dict(restored.files)
 
 
 def earlier_run(directory: Path, copies: Copies) -> Path:
@@ -275,27 +264,26 @@ def check_left(case: Case, left: Place) -> None:
         assert kept <= fast, f"lost of the fast tier: {sorted(kept - fast)}"
 
 
-def resume(left: Place, node_of: tuple[str, ...], directory: Path) -> Outcome:
-    """Let the next job go on from a copy of what is left, and check all that it does."""
+def resume(left: Place, node_of: tuple[str, ...], directory: Path) -> int:
+    """Let the next job go on from a copy of what is left, and check all that it does; return what it restored."""
     path = directory / "again"
     _move(left.path, path)
     place = Place(path, node_of, left.copies)
     durable, fast = oracle.complete_in(place.run), oracle.complete_on_nodes(place.nodes)
     newest = max(durable | fast)
     seed = values_of(1 if newest == KILLED_STEP else 0, newest)
-    sources = _resumed(place, newest, seed, directory)
+    _resume(place, newest, seed, directory)
     later = {newest + FAST_EVERY, newest + 2 * FAST_EVERY}
     uploaded = {step for step in fast | later if step % EVERY == 0 and step > max(durable)}
     _check_after(place, oracle.last(KEPT, durable | uploaded), later)
-    return Outcome(node_of, newest, tuple(sorted(sources)), oracle.orphans([place.run, *place.nodes]))
+    return newest
 
 
-def _resumed(place: Place, newest: int, seed: int, directory: Path) -> set[str]:
+def _resume(place: Place, newest: int, seed: int, directory: Path) -> None:
     ends = _run(go_on, place, newest, seed, world_size=len(place.node_of), directory=directory / "resumed")
     assert not any(end.exit_code is None for end in ends), f"the next job hangs:\n{[end.log for end in ends]}"
     errors = "\n".join(str(end.error or end.log) for end in ends if end.exit_code != 0 or end.error)
     assert not errors, errors
-    return {source for end in ends for source, count in end.value.items() if count}
 
 
 def _check_after(place: Place, kept: set[int], later: set[int]) -> None:

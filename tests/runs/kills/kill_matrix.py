@@ -42,17 +42,14 @@ def run() -> Results:
 
 
 def _row(case: Case, earlier: Path, directory: Path) -> dict[str, Any]:
-    row: dict[str, Any] = {**asdict(case), "restored": [], "sources": [], "orphans": [], "wrong": []}
+    row: dict[str, Any] = {**asdict(case), "restored": [], "wrong": []}
     left = kill(case, earlier, directory)
     _tried(row, lambda: check_left(case, left))
     for number, node_of in enumerate(restarts(case)):
         place = directory / f"restart-{number}"
         place.mkdir()
-        outcome = _tried(row, lambda node_of=node_of, place=place: resume(left, node_of, place))
-        if outcome is not None:
-            row["restored"].append(outcome.restored)
-            row["sources"].append(outcome.sources)
-            row["orphans"].append(outcome.orphans)
+        restored = _tried(row, lambda node_of=node_of, place=place: resume(left, node_of, place))
+        row["restored"] += [] if restored is None else [restored]
     return row
 
 

@@ -1,11 +1,11 @@
-"""What must be restorable of a run by its files alone, and what is left over."""
+"""What must be restorable of a run by its files alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.soak.operator.look import Look, folders_of, root_of
+from tests.soak.operator.look import Look, folders_of
 
 
 def complete_on_nodes(nodes: Iterable[Path]) -> set[int]:
@@ -26,14 +26,3 @@ def steps_in(place: Path) -> set[int]:
 def last(count: int, steps: Iterable[int]) -> set[int]:
     """Return the newest steps, which is what the tests' rules keep."""
     return set(sorted(steps)[-count:])
-
-
-def orphans(places: Iterable[Path]) -> int:
-    """Return how many data files there are that no `.metadata` beside them names."""
-    count = 0
-    for place in places:
-        for folder in folders_of(place).values():
-            root = root_of(folder)
-            named = root.files if root is not None else {}
-            count += sum(file.name not in named for file in folder.glob("*.distcp"))
-    return count

@@ -49,6 +49,8 @@ def test_killed_in_the_middle_of_an_epoch_each_sample_comes_once(
         seen += _samples(ranks.run(jobs.consume, tmp_path, batches, saves=True, world_size=world_size, **options))
     seen += _samples(ranks.run(jobs.consume, tmp_path, -1, saves=True, world_size=worlds[-1], **{**options, **last}))
     assert seen == Counter(range(COUNT))
+    if not options.get("elastic", True):
+        return  # torchdata's sampler has nothing more to give
     # a finished epoch is followed by a whole one
     more = ranks.run(jobs.consume, tmp_path, -1, saves=False, world_size=worlds[-1], **{**options, **last})
     assert _samples(more) == Counter(range(COUNT))
