@@ -77,14 +77,29 @@ def test_of_many_at_once_one_gets_it(tmp_path: Path) -> None:
 def test_a_manager_that_lost_the_run_leaves_the_lease_alone(tmp_path: Path) -> None:
     first = _take(tmp_path, seconds=0.1, run_id="a")
     second = _take(tmp_path, run_id="a")
-    for _ in range(200):
-        if first.is_lost:
-            break
-        time.sleep(0.05)
+    until_lost(first)
     first.release()
     with pytest.raises(RunInUseError):
         _take(tmp_path, run_id="b")
     second.release()
+
+
+def until_lost(lease: Lease) -> None:
+    deadline = time.monotonic() + 30
+    while not lease.is_lost and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def test_a_holder_that_slept_learns_that_others_came_and_went(tmp_path: Path) -> None:
+    first = _take(tmp_path, run_id="a", seconds=0.2)
+    for _ in range(2):  # one ends before the first looks
+        _take(tmp_path, run_id="b", seconds=0.2, take_over=True).release()
+    third = _take(tmp_path, run_id="c", seconds=0.2)
+    until_lost(first)
+    assert first.is_lost and not third.is_lost
+    first.release()
+    assert "job 'c'" in _refused_within(tmp_path, 10)
+    third.release()
 
 
 def test_a_listing_that_misses_the_own_lease_takes_no_run_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

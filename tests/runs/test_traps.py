@@ -27,13 +27,12 @@ from dcp_nvcomp import (
 )
 from dcp_nvcomp.runs import list_run, pin_step
 from dcp_nvcomp.runs.background import stages
-from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import damage
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
+from tests.runs.test_lease import until_lost
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -319,36 +318,12 @@ def _interrupt() -> None:
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 
-def _own(path: Path) -> Any:
-    return lambda: open_filesystem(path / "run" / ".run")
-
-
-def _until_lost(lease: Lease) -> None:
-    deadline = time.monotonic() + 30
-    while not lease.is_lost and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
-def test_a_holder_that_slept_learns_that_others_came_and_went(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"lease_seconds": 0.2, "take_over": False}
-    first = Lease.take(_own(tmp_path), run_id="a", **options)
-    for _ in range(2):  # one ends before the first looks
-        Lease.take(_own(tmp_path), run_id="b", **{**options, "take_over": True}).release()
-    third = Lease.take(_own(tmp_path), run_id="c", **options)
-    _until_lost(first)
-    assert first.is_lost and not third.is_lost
-    first.release()
-    with pytest.raises(RunInUseError, match="job 'c'"):
-        Lease.take(_own(tmp_path), run_id="d", **options)
-    third.release()
-
-
 def test_a_manager_that_lost_the_run_commits_and_prunes_nothing_more(tmp_path: Path) -> None:
     first = _manager(tmp_path, keep=Keep(last=1), lease_seconds=0.2)
     first.save(10, _state(10)).saved.result(60)
     second = CheckpointManager(tmp_path / "run", every=10, take_over=True, preemption_signals=())
     assert first._lease is not None
-    _until_lost(first._lease)
+    until_lost(first._lease)
     first._has_last_save = False
     with pytest.raises(RunInUseError):
         first.save(20, _state(20))
