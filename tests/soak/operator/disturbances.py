@@ -38,17 +38,17 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 class Scene:
     """A job and all that is around it."""
 
-    draw: random.Random  # the draws
-    field: Field  # the disks
+    draw: random.Random
+    field: Field
     oracle: Oracle  # what is known
-    plan: Plan  # the job
-    running: Running  # its processes
+    plan: Plan
+    running: Running
     where: Path  # a directory for outputs
     sides: list[Side] = made_by(default_factory=list)  # the commands beside it
     rules: list[Keep | None] = made_by(default_factory=list)  # by which steps may have been removed
     destroyed: set[int] = made_by(default_factory=set)  # the steps of the durable tier that were harmed
     excuses: set[str] = made_by(default_factory=set)  # why the job may fail
-    done: list[str] = made_by(default_factory=list)  # what happened
+    done: list[str] = made_by(default_factory=list)
     has_lost_fast: bool = False  # True if files of the fast tier may be gone
     others: list[Running] = made_by(default_factory=list)  # other jobs on the run, and whether each may take it over
 

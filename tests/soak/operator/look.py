@@ -19,7 +19,7 @@ class Root:
 
     step: int  # the step of the directory that it is in
     tag: int  # of the save, which the ranks report; -1 without one
-    save_id: str  # its id
+    save_id: str
     run_seconds: float  # how long the run had been under way, which does not depend on clocks
     files: Mapping[str, int]  # the data files that it names, and their sizes
 
@@ -28,7 +28,7 @@ class Root:
 class Seen:
     """A save that some `.metadata` is there of."""
 
-    root: Root  # the `.metadata`
+    root: Root
     is_whole: bool  # True if all files are there and good
     is_there: bool  # True if all files are there, with their sizes
 

@@ -25,7 +25,7 @@ class Finding(AssertionError):
 class Known:
     """A save that some rank began."""
 
-    step: int  # the step
+    step: int
     line: tuple[int, ...]  # the saves that it comes from
     loss: float  # its metric
 
