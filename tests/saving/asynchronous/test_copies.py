@@ -341,10 +341,9 @@ threading.Thread(target=late).start()
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("is_forked", [False, True])
-def test_it_dies_with_training(tmp_path: Path, is_forked: bool) -> None:
+def test_it_dies_with_training(tmp_path: Path) -> None:
     """Also if a process that training forked, as a data loader does, still has the socket."""
-    fork = "if not os.fork():\n    time.sleep(20)\n    os._exit(0)\n" if is_forked else ""
+    fork = "if not os.fork():\n    time.sleep(20)\n    os._exit(0)\n"
     end = "print(process_state().background().pid, flush=True)\nsaving = begin(sys.argv[1])\ntime.sleep(60)\n"
     script = _script(_SAVES + "begin(sys.argv[1]).upload_completion.result()\n" + fork + end, tmp_path)
     assert script.stdout is not None and script.stderr is not None
