@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dcp_nvcomp import CheckpointManager
+from dcp_nvcomp.runs import list_run
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 
 SHAPE = (48, 64)
@@ -85,6 +86,11 @@ def reported(manager: CheckpointManager) -> dict[str, Any]:
         "copied": sum(saved.copied_nbytes for saved in report.saves),
         "differing": report.differing,
     }
+
+
+def steps_in(run: Path) -> list[int | None]:
+    """Return the steps that are in a run."""
+    return [step.step for step in list_run(run).steps]
 
 
 @contextmanager

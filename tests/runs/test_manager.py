@@ -26,6 +26,7 @@ from dcp_nvcomp import (
 from dcp_nvcomp.runs import StepDelayed, StepFailed, StepRestored, StepSaved, StepSkipped, StepsRemoved, list_run
 from dcp_nvcomp.runs.events import Event
 from tests.checkpoints import assert_loads, damage
+from tests.runs.jobs import steps_in
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -41,13 +42,9 @@ def _run(path: Path, steps: range, **options: Any) -> list[Event]:
     return events
 
 
-def _steps(path: Path) -> list[int | None]:
-    return [step.step for step in list_run(path).steps]
-
-
 def test_it_saves_when_due_keeps_what_the_rule_says_and_tells(tmp_path: Path) -> None:
     events = _run(tmp_path, range(101), every=10, keep=Keep(last=2, best=Best("loss")))
-    assert _steps(tmp_path) == [50, 90, 100]
+    assert steps_in(tmp_path) == [50, 90, 100]
     assert [event.step for event in events if isinstance(event, StepSaved)] == list(range(10, 101, 10))
     removed = [step for event in events if isinstance(event, StepsRemoved) for step in event.steps]
     assert sorted(removed) == [10, 20, 30, 40, 60, 70, 80]
@@ -124,7 +121,7 @@ def test_failed_saves_push_nothing_out_and_are_raised_by_the_next_call(tmp_path:
         assert manager.report().failed == failed == 5
         assert [saved.step for saved in manager.steps()] == [10, 20]
         manager.save(80, _state(80))
-    assert _steps(tmp_path) == [20, 80]
+    assert steps_in(tmp_path) == [20, 80]
 
 
 def test_a_metric_that_no_step_has_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,7 +164,7 @@ def test_preemption_asks_for_one_last_save(tmp_path: Path) -> None:
         manager.save(3, _state(3))
         assert not manager.should_save(4) and manager.preempted
     assert signal.getsignal(signal.SIGTERM) == before
-    assert _steps(tmp_path) == [3]
+    assert steps_in(tmp_path) == [3]
 
 
 def test_off_the_main_thread_signals_are_not_noticed_which_it_says(tmp_path: Path) -> None:
@@ -203,7 +200,7 @@ def test_an_event_handler_that_raises_harms_nothing(tmp_path: Path, caplog: pyte
     with CheckpointManager(tmp_path, on_event=fail) as manager:
         manager.save(1, _state(1))
     assert "ZeroDivisionError" in caplog.text
-    assert _steps(tmp_path) == [1]
+    assert steps_in(tmp_path) == [1]
 
 
 def test_too_little_room_in_the_fast_tier(
@@ -219,7 +216,7 @@ def test_too_little_room_in_the_fast_tier(
         with caplog.at_level(logging.WARNING):
             manager.save(2, _state(2)).saved.result(60)
             manager.save(3, _state(3)).saved.result(60)
-    assert _steps(tmp_path / "run") == [2, 3]
+    assert steps_in(tmp_path / "run") == [2, 3]
     assert not list(fast.glob("step-*")), "step 1 made room once step 2 was in the durable tier"
     assert "step 1 went: it is not newer" in caplog.text
     assert caplog.text.count("until that changes") == 1, "said once"
@@ -271,7 +268,7 @@ def test_skip_leaves_out_what_storage_is_too_slow_for(
         tiers = ("fast", "durable") if has_fast else ("durable",)
         assert [save.tiers for save in saves] == [tiers, tiers, ("fast",) if has_fast else ()]
         manager.save(4, _state(4))
-    assert _steps(tmp_path / "run") == [1, 2, 4]
+    assert steps_in(tmp_path / "run") == [1, 2, 4]
 
 
 @pytest.mark.ci
@@ -284,7 +281,7 @@ def test_what_training_ends_with_is_durable_and_not_skipped(tmp_path: Path, monk
             manager.save(step, _state(step))
         threading.Timer(0.3, storage.go.set).start()
         manager.save(11, _state(11), durable=True)
-    assert _steps(tmp_path / "run") == [7, 8, 10, 11]
+    assert steps_in(tmp_path / "run") == [7, 8, 10, 11]
     with CheckpointManager(tmp_path / "run", every=2) as manager, pytest.raises(ConfigurationError, match="durable="):
         manager.save(12, _state(12), durable="yes")  # type: ignore[arg-type]
 
@@ -297,7 +294,7 @@ def test_wait_holds_training_back_and_says_so(tmp_path: Path, monkeypatch: pytes
         manager.save(2, _state(2))
         threading.Timer(0.3, storage.go.set).start()
         manager.save(3, _state(3))
-    assert _steps(tmp_path / "run") == [1, 2, 3]
+    assert steps_in(tmp_path / "run") == [1, 2, 3]
     (delayed,) = [event for event in events if isinstance(event, StepDelayed)]
     assert delayed.step == 3 and delayed.seconds > 0.1
 
@@ -312,7 +309,7 @@ def test_steps_on_their_way_stay_in_the_fast_tier(tmp_path: Path, monkeypatch: p
                 time.sleep(0.01)
         assert sorted(path.name for path in fast.glob("step-*")) == ["step-2", "step-5"]
         storage.go.set()
-    assert _steps(tmp_path / "run") == [2]
+    assert steps_in(tmp_path / "run") == [2]
 
 
 @pytest.mark.parametrize(

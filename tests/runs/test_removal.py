@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import Best, CheckpointManager, CheckpointNotFoundError, Keep, StorageError, load, save
-from dcp_nvcomp.runs import SavedStep, list_run, pin_step, prune_run
+from dcp_nvcomp.runs import SavedStep, pin_step, prune_run
 from dcp_nvcomp.runs.background.stages import FastStage
 from dcp_nvcomp.runs.own_files import REMOVING, is_being_removed, pin
 from dcp_nvcomp.runs.steps import StepNames, remove_step
@@ -23,6 +23,7 @@ from dcp_nvcomp.storage.base import temporary_name
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads
 from tests.faults.intercept import POSIX_CALLS, intercept_system_calls
+from tests.runs.jobs import steps_in
 
 STATE = {"w": torch.arange(5000.0), "name": "x"}
 
@@ -149,10 +150,6 @@ def _save(manager: CheckpointManager, step: int, loss: float) -> None:
     manager.wait()
 
 
-def _steps(run: Path) -> list[int | None]:
-    return [step.step for step in list_run(run).steps]
-
-
 def _cut(run: Path, step: int) -> None:
     file = run / f"step-{step}" / ".metadata"
     os.truncate(file, file.stat().st_size // 2)
@@ -163,9 +160,9 @@ def test_what_was_removed_beside_a_job_is_not_counted_by_it(tmp_path: Path) -> N
         for step in (10, 20, 30, 40):
             _save(manager, step, step / 100)
         prune_run(tmp_path, lambda steps: [20, 30, 40])
-        assert _steps(tmp_path) == [20, 30, 40]
+        assert steps_in(tmp_path) == [20, 30, 40]
         _save(manager, 50, 0.5)
-    assert _steps(tmp_path) == [20, 30, 40, 50], "20 is the best of those that are there"
+    assert steps_in(tmp_path) == [20, 30, 40, 50], "20 is the best of those that are there"
 
 
 def test_what_was_harmed_beside_a_job_is_not_counted_by_it(tmp_path: Path) -> None:
@@ -198,7 +195,7 @@ def test_if_a_list_fails_nothing_goes(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(DurableTier, "list", None)
         _save(manager, 20, 1.0)
         monkeypatch.undo()
-        assert _steps(tmp_path) == [10, 20]
+        assert steps_in(tmp_path) == [10, 20]
 
 
 def test_without_a_rule_nothing_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +205,7 @@ def test_without_a_rule_nothing_is_listed(tmp_path: Path, monkeypatch: pytest.Mo
             _save(manager, step, 1.0)
         monkeypatch.undo()
         kept = prune_run(tmp_path, Keep(last=1), dry_run=True)
-    assert _steps(tmp_path) == [10, 20] and [saved.step for saved in kept.removed] == [10]
+    assert steps_in(tmp_path) == [10, 20] and [saved.step for saved in kept.removed] == [10]
 
 
 def test_the_log_and_the_result_say_why_a_step_went(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -286,7 +283,7 @@ def test_a_look_that_fails_leaves_no_mark(tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr(durable_tier, "pinned_steps", lambda own: set())
         assert list(prune_run(tmp_path, Keep(last=1)).failed) == [1]
     assert not list(tmp_path.glob(f"step-*/{REMOVING}"))
-    assert _steps(tmp_path) == [1, 2]
+    assert steps_in(tmp_path) == [1, 2]
     assert prune_run(tmp_path, Keep(last=1)).kept == {1: ("pinned",), 2: ("last 1",)}
 
 

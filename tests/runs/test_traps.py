@@ -32,6 +32,7 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import damage
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
+from tests.runs.jobs import steps_in
 from tests.runs.test_lease import until_lost
 
 
@@ -59,10 +60,6 @@ def _restored(manager: CheckpointManager, step: int | None = None) -> int:
     assert found is not None and found.step == state["step"]
     assert torch.equal(state["w"], _state(found.step)["w"])
     return found.step
-
-
-def _steps(path: Path) -> list[int | None]:
-    return [step.step for step in list_run(path / "run").steps]
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
@@ -109,7 +106,7 @@ def test_looking_back_and_returning_leaves_nothing_behind(tmp_path: Path) -> Non
         assert _restored(manager, 10) == 10
         assert _restored(manager) == 30
         manager.save(40, _state(40))
-    assert _steps(tmp_path) == [10, 20, 30, 40]
+    assert steps_in(tmp_path / "run") == [10, 20, 30, 40]
 
 
 def test_a_job_that_did_not_restore_is_refused(tmp_path: Path) -> None:
@@ -118,7 +115,7 @@ def test_a_job_that_did_not_restore_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="Step 10 is not newer than step 20.*call restore first"):
             manager.save(10, _state(10))
         manager.save(30, _state(30))
-    assert _steps(tmp_path) == [20, 30]
+    assert steps_in(tmp_path / "run") == [20, 30]
 
 
 def test_the_last_save_before_the_end_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +136,7 @@ def test_the_last_save_before_the_end_is_never_skipped(tmp_path: Path, monkeypat
             manager.should_save(step)
             step += 1
         manager.save(step, _state(step))
-    assert _steps(tmp_path) == [1, 2, step]
+    assert steps_in(tmp_path / "run") == [1, 2, step]
 
 
 def test_the_last_save_is_uploaded_by_the_next_job_if_this_one_was_too_slow(tmp_path: Path) -> None:
@@ -150,7 +147,7 @@ def test_the_last_save_is_uploaded_by_the_next_job_if_this_one_was_too_slow(tmp_
             _be_preempted(tmp_path, 7, **options)
     with _manager(tmp_path, **options, every=100) as manager:
         assert _restored(manager) == 7
-    assert _steps(tmp_path) == [7]
+    assert steps_in(tmp_path / "run") == [7]
 
 
 @pytest.mark.parametrize("when", ["save", "wait"])
@@ -177,7 +174,7 @@ def test_a_signal_during_a_save_or_a_wait_leaves_a_durable_step(
                     manager.wait()
             if manager.preempted:
                 break
-    assert step < 20 and _steps(tmp_path) == [step]
+    assert step < 20 and steps_in(tmp_path / "run") == [step]
 
 
 def _be_preempted(path: Path, step: int, **options: Any) -> None:
@@ -210,7 +207,7 @@ def test_a_pin_that_comes_during_a_removal_counts_or_is_refused(
     with _manager(tmp_path, keep=Keep(last=1)) as manager:
         _restored(manager)
         manager.save(50, _state(50))
-    assert _steps(tmp_path) == [30, 50] and pinned == ["refused"]
+    assert steps_in(tmp_path / "run") == [30, 50] and pinned == ["refused"]
 
 
 # --- what is remembered ----------------------------------------------------------------------------------------------
@@ -306,7 +303,7 @@ def test_closing_may_be_interrupted_and_done_again(tmp_path: Path, monkeypatch: 
         with pytest.raises(KeyboardInterrupt):
             manager.close()
     manager.close()
-    assert _steps(tmp_path) == [10]
+    assert steps_in(tmp_path / "run") == [10]
     with CheckpointManager(tmp_path / "run", run_id="other"):
         pass
 
@@ -331,7 +328,7 @@ def test_a_manager_that_lost_the_run_commits_and_prunes_nothing_more(tmp_path: P
         first._check_lease()
     first.close()
     second.close()
-    assert _steps(tmp_path) == [10]
+    assert steps_in(tmp_path / "run") == [10]
 
 
 def test_who_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
