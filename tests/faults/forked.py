@@ -44,7 +44,7 @@ class End:
     """The end of one rank."""
 
     has_met: bool  # False if the ranks could not connect, so that none of them began
-    exit_code: int | None  # of its process; None where it hung, or the grace was over, and it was killed for it
+    exit_code: int | None  # of its process; None where it hung and was killed for it
     error: str | None  # the traceback of what its function raised; None where it did not come that far
     value: Any  # what its function returned
     checkpointer_exit_code: int | None  # of the process checkpointer; None where there was none, or it was still alive
@@ -144,12 +144,13 @@ def _run_once(
         if not has_fired and (directory / FIRED).exists():
             has_fired, deadline = True, time.monotonic() + GRACE_SECONDS
         multiprocessing.connection.wait([process.sentinel for process in ranks if process.is_alive()], timeout=0.02)
-    exit_codes = [process.exitcode for process in ranks]
+    # one that was to be killed may not have come to that before the grace was over
+    hung = [] if has_fired else [process for process in ranks if process.is_alive()]
     for process in ranks:
         if process.is_alive():
             process.kill()
             process.join()
-    return [_end_of(directory, rank, exit_code) for rank, exit_code in enumerate(exit_codes)]
+    return [_end_of(directory, rank, None if one in hung else one.exitcode) for rank, one in enumerate(ranks)]
 
 
 def _end_of(directory: Path, rank: int, exit_code: int | None) -> End:
