@@ -97,6 +97,15 @@ def test_into_parameters(tmp_path: Path) -> None:
     assert_same(parameter.detach(), torch.arange(4.0))
 
 
+def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
+    save(full(), tmp_path, no_dist=True)
+    with pytest.warns(
+        UserWarning, match=r"3 saved value\(s\) were not loaded.*'nested\.list\.0', 'nested\.list\.1\.deep'"
+    ):
+        into = got(tmp_path, {"nested": {"w": torch.zeros(3, 4)}, "scalar": torch.tensor(0.0)})
+    assert_same(into, {"nested": {"w": full()["nested"]["w"]}, "scalar": torch.tensor(3.5)})
+
+
 def test_partial_loads_leave_what_is_not_there(tmp_path: Path) -> None:
     save({"w": torch.ones(2)}, tmp_path, no_dist=True)
     into = {"w": torch.zeros(2), "more": torch.full((2,), 7.0)}
