@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs import CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
@@ -18,7 +18,8 @@ U8 = np.ndarray
 
 BUDGET = 64 << 20
 SLICE = 1024
-CHAIN = CodecChain(Planes(4), Zstd(SLICE))
+CHAIN = CodecChain(Planes(4), Deflate(SLICE))  # which nvCOMP codes
+OWN = CodecChain(Planes(4), Zstd(SLICE, literals_only=True))  # which our kernels code
 SIGNS = ("mixed", "positive", "negative")
 
 

@@ -15,15 +15,12 @@ from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
 from dcp_nvcomp.engines.cuda.literals import LiteralCoders, LiteralFrames, LiteralKernels
-from dcp_nvcomp.errors import CodecUnavailableError
 from tests.codecs import zstd_oracle
 from tests.effort import THOROUGH
 
 from .cases import cpu_encode, job, tensor, weights
-from .kernels_on_cpu import ReferenceKernels
 from .literal_coding import CODER, GuardedArena, GuardedDevice, check, encode, too_long
 from .literal_slices import KIB, deep, exponent_planes, made_slice, skewed
-from .nvcomp_stand_in import StandInDevice
 
 # compiled where there is a C compiler
 pytest.importorskip("dcp_nvcomp.codecs.coders._literals")
@@ -180,14 +177,9 @@ def test_impossible_lengths_are_an_error(device: GuardedDevice) -> None:
             frames.nbytes()
 
 
-def test_a_device_without_the_kernels() -> None:
-    with pytest.raises(CodecUnavailableError):
-        LiteralCoders(StandInDevice(ReferenceKernels()))
-
-
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_batches_of_blocks(literals_library: ctypes.CDLL, width: int) -> None:
-    """In the place of nvCOMP: the CPU engine reads what is encoded, and what the CPU engine encoded is decoded."""
+    """The CPU engine reads what is encoded, and what the CPU engine encoded is decoded."""
     device = GuardedDevice(literals_library)
     coders, chain = LiteralCoders(device), CodecChain(Planes(width), Zstd(4 * KIB, literals_only=True))
     blocks = [weights(width, count, seed=count) for count in (1, 7, 4096, 30_000)]

@@ -147,7 +147,7 @@ class Storage:
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_what_is_fetched_keeps_to_the_host_memory_budget(on_the_engine: StandInPool, budget: int, threads: int) -> None:
     for parallel_reads, copies in ((4, 3), (1, 1)):
-        options = LoadOptions(threads, budget, budget, "stored", "auto", "auto", None)  # type: ignore[arg-type]
+        options = LoadOptions(threads, budget, budget, "stored", "auto", None)  # type: ignore[arg-type]
         job = LoadJob(Storage(parallel_reads, copies), None, options, conversions=None)  # type: ignore[arg-type]
         assert job._threads >= threads + 2, "some fetch while others decode"
         for wanted_nbytes in (0, 1 << 30, 1 << 40):
@@ -167,7 +167,7 @@ def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: S
     active, most, lock = 0, 0, threading.Lock()
 
     class Watched(NvcompStandIn):
-        def called(self, name: str, slices: int) -> None:
+        def called(self, name: str, slices: int, *, by_kernels: bool = False) -> None:
             nonlocal active, most
             with lock:
                 active += 1
@@ -175,7 +175,7 @@ def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: S
             time.sleep(0.002)
             with lock:
                 active -= 1
-            super().called(name, slices)
+            super().called(name, slices, by_kernels=by_kernels)
 
     on_the_engine.nvcomp = Watched
     into = destination(state)
@@ -306,7 +306,7 @@ def test_a_block_that_is_damaged_in_the_file_is_named(
 
 
 def test_without_a_gpu_nothing_changes(on_the_engine: StandInPool) -> None:
-    options = LoadOptions(4, 1 << 30, 1 << 30, "stored", "cpu", "auto", None)  # type: ignore[arg-type]
+    options = LoadOptions(4, 1 << 30, 1 << 30, "stored", "cpu", None)  # type: ignore[arg-type]
     job = LoadJob(Storage(1, 1), None, options, conversions=None)  # type: ignore[arg-type]
     assert job._threads == 4
     assert job._longest_read(1 << 40) == 4 << 20

@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp.codecs import CodecChain, Deflate, Planes, Zstd
+from dcp_nvcomp.codecs import Deflate
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
-from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.loading import decoder as decoding
@@ -25,9 +24,9 @@ from dcp_nvcomp.saving.encode import buffers
 from tests.checkpoints import assert_loads, load, save
 from tests.states import assert_same
 
-from .cases import BUDGET, CHAIN, cpu_encode, encode, job, tensor, weights
+from .cases import BUDGET, CHAIN, OWN, cpu_encode, encode, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels
-from .nvcomp_stand_in import NvcompWithoutZstd, StandInDevice
+from .nvcomp_stand_in import NvcompWithout, StandInDevice
 from .stand_in_pool import StandInPool, install_stand_ins
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -41,7 +40,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandInPool:
     for module in (buffers, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     made = install_stand_ins(monkeypatch, ReferenceKernels(), self_test=True)
-    made.nvcomp = NvcompWithoutZstd
+    made.nvcomp = NvcompWithout
     return made
 
 
@@ -73,53 +72,52 @@ def test_a_save_leaves_its_blocks_to_all_cpu_threads(
     tmp_path: Path, stand_ins: StandInPool, cpu_threads: set[str]
 ) -> None:
     with pytest.warns(
-        RuntimeWarning, match=r"coded with zstd .*slower CPU engine.*nvCOMP error: unsupported"
+        RuntimeWarning, match=r"coded with deflate .*slower CPU engine.*nvCOMP error: unsupported"
     ) as caught:
-        save(tmp_path, STATE, codec="planes-zstd", thread_count=4)
+        save(tmp_path, STATE, codec="planes-deflate", thread_count=4)
     assert sum(issubclass(one.category, RuntimeWarning) for one in caught) == 1
     assert any("dcp-encode" in name for name in cpu_threads)
     assert not any("dcp-cuda" in name for name in cpu_threads)
     assert_loads(tmp_path, STATE, engine="cpu", verify="full")
     # the next one is silent, and other coders run on the GPU as before
-    save(tmp_path / "again", STATE, codec="planes-zstd")
+    save(tmp_path / "again", STATE, codec="planes-deflate")
     before = len(stand_ins.calls("encode"))
-    save(tmp_path / "deflate", STATE, codec="planes-deflate")
+    save(tmp_path / "zstd", STATE, codec="planes-zstd")
     assert len(stand_ins.calls("encode")) > before
-    assert_loads(tmp_path / "deflate", STATE, engine="cpu", verify="full")
+    assert_loads(tmp_path / "zstd", STATE, engine="cpu", verify="full")
 
 
 def test_a_load_leaves_its_blocks_to_all_cpu_threads(
     tmp_path: Path, stand_ins: StandInPool, cpu_threads: set[str]
 ) -> None:
-    save(tmp_path, STATE, codec="planes-zstd", engine="cpu")
+    save(tmp_path, STATE, codec="planes-deflate", engine="cpu")
     cpu_threads.clear()
-    with pytest.warns(RuntimeWarning, match=r"coded with zstd .*slower CPU engine") as caught:
+    with pytest.warns(RuntimeWarning, match=r"coded with deflate .*slower CPU engine") as caught:
         assert_same(load(tmp_path, STATE), STATE)
     assert sum(issubclass(one.category, RuntimeWarning) for one in caught) == 1
     assert cpu_threads - {"MainThread"} == {"dcp-load"}, "and the self-test's"
-    assert stand_ins.devices and stand_ins.devices[0].copies_in == 1, "of the self-test's Deflate alone"
+    assert stand_ins.devices and stand_ins.devices[0].copies_in == 2, "of the self-test's Zstd alone"
 
 
 def test_with_engine_cuda_that_is_an_error(tmp_path: Path, stand_ins: StandInPool) -> None:
-    with pytest.raises(CheckpointException, match=r"engine='cuda' can't run here: zstd failed its self-test"):
-        save(tmp_path / "a", STATE, codec="planes-zstd", engine="cuda")
-    save(tmp_path / "b", STATE, codec="planes-zstd", engine="cpu")
-    with pytest.raises(CheckpointException, match=r"engine='cuda' can't run here: zstd failed its self-test"):
+    with pytest.raises(CheckpointException, match=r"engine='cuda' can't run here: deflate failed its self-test"):
+        save(tmp_path / "a", STATE, codec="planes-deflate", engine="cuda")
+    save(tmp_path / "b", STATE, codec="planes-deflate", engine="cpu")
+    with pytest.raises(CheckpointException, match=r"engine='cuda' can't run here: deflate failed its self-test"):
         load(tmp_path / "b", STATE, engine="cuda")
-    save(tmp_path / "c", STATE, codec="planes-deflate", engine="cuda")
+    save(tmp_path / "c", STATE, codec="planes-zstd", engine="cuda")
     assert_same(load(tmp_path / "c", STATE, engine="cuda"), STATE)
 
 
 def refusing(policy: EnginePolicy) -> CudaEngine:
     engine = CudaEngine(torch.device("cpu"), policy, backend=StandInDevice(ReferenceKernels()))
-    for who in (NVCOMP, LITERALS):
-        engine.health.refused[who, Zstd] = "RuntimeError: unsupported"
+    engine.health.refused[Deflate.name] = "RuntimeError: unsupported"
     return engine
 
 
 def test_an_engine_warns_once_and_runs_other_coders() -> None:
     engine = refusing(EnginePolicy(BUDGET))
-    with pytest.warns(RuntimeWarning, match="coded with zstd .*RuntimeError: unsupported") as caught:
+    with pytest.warns(RuntimeWarning, match="coded with deflate .*RuntimeError: unsupported") as caught:
         encoded = encode(engine, [tensor(block) for block in BLOCKS], CHAIN)
     assert len(caught) == 1
     jobs = [job(one, CHAIN) for one in encoded]
@@ -131,8 +129,8 @@ def test_an_engine_warns_once_and_runs_other_coders() -> None:
 
 def test_an_engine_that_may_not_fall_back_raises() -> None:
     engine = refusing(EnginePolicy(BUDGET, may_fall_back=False))
-    with pytest.raises(CodecUnavailableError, match="zstd failed its self-test"):
+    with pytest.raises(CodecUnavailableError, match="deflate failed its self-test"):
         encode(engine, [tensor(BLOCKS[0])], CHAIN)
-    with pytest.raises(CodecUnavailableError, match="zstd failed its self-test"):
+    with pytest.raises(CodecUnavailableError, match="deflate failed its self-test"):
         engine.decode([job(cpu_encode(BLOCKS[0], CHAIN), CHAIN)], verify="stored")
-    encode(engine, [tensor(BLOCKS[0])], CodecChain(Planes(4), Deflate(1024)))
+    encode(engine, [tensor(BLOCKS[0])], OWN)

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from dcp_nvcomp.codecs import Bytes, CodecChain, Zstd
+from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.arena import Arena
 from dcp_nvcomp.engines.cuda.batches import RowTable
 
-from .cases import CHAIN, encode, engine_on, tensor, weights
+from .cases import CHAIN, OWN, encode, engine_on, tensor, weights
 from .kernels_on_cpu import ReferenceKernels, _memory
 from .nvcomp_stand_in import StandInDevice
 
@@ -64,7 +64,7 @@ def decoded(encoded: EncodedBlock, chain: CodecChain) -> bytes:
     return out.tobytes()
 
 
-@pytest.mark.parametrize(("idle", "chain"), [("merge", CHAIN), ("copy", CodecChain(Bytes()))])
+@pytest.mark.parametrize(("idle", "chain"), [("merge", CHAIN), ("merge", OWN), ("copy", CodecChain(Bytes()))])
 @pytest.mark.parametrize("block", BLOCKS[2:], ids=["10 KB", "80 bytes"])
 def test_idle_kernels_do_not_pass_where_the_block_was_before(idle: str, chain: CodecChain, block: np.ndarray) -> None:
     kernels = TwoFaults(idle)
@@ -78,7 +78,7 @@ def test_idle_kernels_do_not_pass_where_the_block_was_before(idle: str, chain: C
     assert one.was_wrong and decoded(one, chain) == block.tobytes()
 
 
-@pytest.mark.parametrize("chain", [CHAIN, CodecChain(Bytes(), Zstd(1024))], ids=["planes", "bytes"])
+@pytest.mark.parametrize("chain", [CHAIN, OWN, CodecChain(Bytes(), Deflate(1024))])
 def test_the_memory_of_the_check_is_held(chain: CodecChain) -> None:
     """NvCOMP's own memory must not overlap it."""
     engine = engine_on(StandInDevice(ReferenceKernels()))

@@ -68,13 +68,13 @@ class EngineMemory:
         with self._device.current():
             self._arena.grow(nbytes + self._scratch_nbytes)
 
-    def fitting(self, costs: Sequence[int], start: int, most: int, fixed_nbytes: int = 0) -> int:
-        """Return how many blocks make the next batch, which takes `fixed_nbytes` besides, and have room for them."""
+    def fitting(self, costs: Sequence[int], start: int, most: int) -> int:
+        """Return how many blocks make the next batch, and have room for them."""
         with self._device.current():
             room_nbytes = min(self._arena.capacity_nbytes, self._budget_nbytes) - self._scratch_nbytes
-        count = fitting(costs, start, most, room_nbytes - fixed_nbytes)
+        count = fitting(costs, start, most, room_nbytes)
         if count == 1:
-            self.make_room(costs[start] + fixed_nbytes)
+            self.make_room(costs[start])
         return count
 
     def take_scratch(self, nbytes: int, costs: Sequence[int]) -> Tensor:
@@ -120,6 +120,8 @@ class CudaEngine:
     left to the CPU engine.
     """
 
+    _encoder_type = BatchEncoder
+
     def __init__(
         self,
         device: torch.device,
@@ -143,14 +145,11 @@ class CudaEngine:
         self._policy = policy
         self._fall_back = FallBack(self.health, policy)
         self.memory.set_budget(policy.device_memory_budget)
-        self.coders.prefer(policy.zstd, policy.device_memory_budget)
         # each keeps what it has worked out of batches, which the next task and the next save have again
         if policy.check_encodes not in self._encoders:
-            self._encoders[policy.check_encodes] = self._made_encoder(self._decoder if policy.check_encodes else None)
+            decoder = self._decoder if policy.check_encodes else None
+            self._encoders[policy.check_encodes] = self._encoder_type(self._device, self.coders, decoder)
         self._encoder = self._encoders[policy.check_encodes]
-
-    def _made_encoder(self, decoder: BatchDecoder | None) -> BatchEncoder:
-        return BatchEncoder(self._device, self.coders, decoder)
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         served = _served([job.chain for job in jobs], self.coders.encodes)
@@ -168,7 +167,7 @@ class CudaEngine:
         encoded: list[EncodedBlock] = []
         position, most = 0, len(jobs)
         while len(encoded) < len(jobs):
-            count = self._fitting(costs, len(encoded), most, lambda: self._encoder.fixed_nbytes(jobs))
+            count = self._fitting(costs, len(encoded), most)
             batch, room = jobs[len(encoded) : len(encoded) + count], out[position:]
             done = self._encode_batch(batch, room)
             if done is None:
@@ -215,14 +214,8 @@ class CudaEngine:
         self.decode_checked(jobs, verify=verify)
 
     def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        """`decode`, of blocks that passed `JobChecks.check`.
-
-        One with a frame that is no frame, or an odd one, is left to the CPU engine, which refuses it or decodes it.
-        """
+        """`decode`, of blocks that passed `JobChecks.check`."""
         served = _served([job.chain for job in jobs], self.coders.decodes)
-        if self.health.unusable is None:
-            faults = self._checks.frame_faults([jobs[at] for at in served])
-            served = [at for number, at in enumerate(served) if number not in faults]
         others = sorted({*range(len(jobs))} - {*served})
         for at in others:
             self._fall_back.of_chain(jobs[at].chain, DECODE)
@@ -278,7 +271,7 @@ class CudaEngine:
     def encode_unaided(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         """Encode a batch, and raise an error of any type if the GPU fails or is wrong."""
         with self._device.current():
-            self.memory.make_room(sum(self._encoder.costs_nbytes(jobs)) + self._encoder.fixed_nbytes(jobs))
+            self.memory.make_room(sum(self._encoder.costs_nbytes(jobs)))
         batch = self._encoder.encode(jobs, out)
         if batch.wrong:
             raise RuntimeError("a block was encoded to wrong bytes")
@@ -330,12 +323,12 @@ class CudaEngine:
             costs = self._attempt(work)
         return [self._policy.device_memory_budget] * count if costs is None else costs
 
-    def _fitting(self, costs: Sequence[int], start: int, most: int, fixed_nbytes: Callable[[], int] = lambda: 0) -> int:
+    def _fitting(self, costs: Sequence[int], start: int, most: int) -> int:
         """Return how many blocks make the next batch."""
         if self.health.unusable is not None:
             return min(most, len(costs) - start)
         # without memory the next attempt fails too, and the CPU takes the block
-        return self._attempt(lambda: self.memory.fitting(costs, start, most, fixed_nbytes())) or 1
+        return self._attempt(lambda: self.memory.fitting(costs, start, most)) or 1
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
         """Do some work; return None if the GPU failed. All that it held is free again by then."""

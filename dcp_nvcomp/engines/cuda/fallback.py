@@ -33,7 +33,6 @@ class EnginePolicy:
     device_memory_budget: int
     check_encodes: bool = True  # True if each batch that was encoded is decoded again
     may_fall_back: bool = True  # True if the CPU may take what the GPU fails at; else that is an error
-    zstd: str = "auto"  # what codes Zstd, one of `options.CudaZstd`
 
 
 class BlockEngine(Protocol):
@@ -67,7 +66,7 @@ class FallBack:
 
     def of_chain(self, chain: CodecChain, direction: str) -> None:
         """The GPU does not take a block of this chain: be it that it never does, or that its self-test failed."""
-        refusal = refusal_of(self._health, chain, self._policy.zstd, direction)
+        refusal = refusal_of(self._health, chain, direction)
         if refusal is not None:
             if not self._policy.may_fall_back:
                 raise CodecUnavailableError(f"engine='cuda' can't run here: {refusal}. Use engine='auto' or 'cpu'.")

@@ -1,7 +1,8 @@
-"""Our own coder of literals-only zstd frames on a GPU: the kernels of kernels/literals*.cu, in the place of nvCOMP's.
+"""Our own coder of literals-only zstd frames on a GPU: the kernels of kernels/literals*.cu.
 
 It encodes for `Zstd(literals_only=True)` with slices of at most 128 KiB, and decodes what it or the compiled CPU
-encoder wrote. slice_coders.py chooses between the two, and has their common interface.
+encoder wrote. Whatever a frame says, its decoder reads and writes only what it is given, and reports what is not
+exactly a frame of literals.
 """
 
 from __future__ import annotations
@@ -124,9 +125,6 @@ class LiteralCoders:
 
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return lengths.size * (PLAN_NBYTES + 4 + 8 + 2 * 8)
-
-    def encode_fixed_nbytes(self, coder: Coder) -> int:
-        return 0
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return lengths.size * (4 * 8 + 4)
