@@ -67,6 +67,13 @@ def cpu_encode(block: U8, chain: CodecChain) -> EncodedBlock:
     return CpuEngine().encode(block, chain, memoryview(bytearray(chain.max_encoded_nbytes(block.size))))
 
 
+def decoded(encoded: EncodedBlock, chain: CodecChain = CHAIN) -> bytes:
+    """What the CPU engine makes of a block."""
+    out = np.empty(encoded.uncompressed_nbytes, np.uint8)
+    CpuEngine().decode(encoded.data, encoded.row, chain, out, verify="full")
+    return out.tobytes()
+
+
 def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> DecodeJob:
     out = tensor(np.full(encoded.uncompressed_nbytes, 0xEE, np.uint8), misaligned)
     return DecodeJob(encoded.data, encoded.row, chain, out)

@@ -244,7 +244,7 @@ def test_many_small_blocks_are_few_calls() -> None:
     nvcomp = NvcompStandIn()
     engine = engine_on(StandInDevice(ReferenceKernels(), nvcomp))
     chain = CodecChain(Planes(2), Zstd(literals_only=True))
-    blocks = [weights(2, 512, seed=seed) for seed in range(300)]
+    blocks = [weights(2, 1500, seed=seed) for seed in range(300)]
     encoded = encode(engine, [tensor(block) for block in blocks], chain)
     assert nvcomp.kernel_calls == [("encode", 300), ("decode", 300)]
     engine.decode([job(one, chain) for one in encoded], verify="full")
