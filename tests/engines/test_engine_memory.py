@@ -18,7 +18,7 @@ from dcp_nvcomp.engines import choice
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, EngineMemory, EnginePolicy
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
@@ -117,12 +117,12 @@ def test_scratch_memory_is_of_the_engine(
 
 
 def test_batches_make_do_with_what_scratch_memory_leaves() -> None:
-    memory = EngineMemory(StandInDevice(ReferenceKernels()))
-    memory.set_budget(MIB)
+    memory = StandInDevice(ReferenceKernels()).arena
+    memory.set_limit(MIB)
     costs = [MIB // 8] * 8
     assert memory.fitting(costs, 0, 8) == 8
     scratch = memory.take_scratch(MIB // 4, costs[:2])
-    with memory.beside(scratch):
+    with memory.lending(scratch):
         assert memory.fitting(costs, 0, 8) == 6
     assert memory.fitting(costs, 0, 8) == 8
     with pytest.raises(torch.OutOfMemoryError):

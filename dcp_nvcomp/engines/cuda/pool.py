@@ -30,8 +30,8 @@ from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.decode import DecodeJob
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, free_memory_nbytes
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
-from dcp_nvcomp.engines.cuda.engine import CudaEngine
-from dcp_nvcomp.engines.cuda.fallback import BlockEngine, CopyingEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.engine import BlockEngine, CudaEngine
+from dcp_nvcomp.engines.cuda.fallback import CopyingEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.health import LITERALS, DeviceHealth
 from dcp_nvcomp.errors import CodecUnavailableError
 
