@@ -48,16 +48,17 @@ def weights(width: int, count: int, *, signs: str = "mixed", seed: int = 0) -> U
     return (single.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
 
-def tensor(block: U8, misaligned: int = 0) -> torch.Tensor:
+def tensor(block: U8, misaligned: int = 0, device: str = "cpu") -> torch.Tensor:
     """The block as a tensor that begins so far from a multiple of 16."""
-    memory = torch.zeros(block.size + 64, dtype=torch.uint8)
+    memory = torch.zeros(block.size + 64, dtype=torch.uint8, device=device)
     start = -memory.data_ptr() % 16 + misaligned
-    memory[start : start + block.size] = torch.from_numpy(block)
+    memory[start : start + block.size] = torch.from_numpy(block).to(device)
     return memory[start : start + block.size]
 
 
 def encode(engine: CudaEngine, blocks: Sequence[torch.Tensor], chain: CodecChain) -> list[EncodedBlock]:
-    out = memoryview(bytearray(sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)))
+    nbytes = sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)
+    out = torch.empty(nbytes, dtype=torch.uint8, pin_memory=blocks[0].is_cuda).numpy().data
     encoded = engine.encode([EncodeJob((block,), chain) for block in blocks], out)
     assert b"".join(block.data for block in encoded) == out[: sum(block.data.nbytes for block in encoded)]
     return encoded
@@ -74,8 +75,8 @@ def decoded(encoded: EncodedBlock, chain: CodecChain = CHAIN) -> bytes:
     return out.tobytes()
 
 
-def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> DecodeJob:
-    out = tensor(np.full(encoded.uncompressed_nbytes, 0xEE, np.uint8), misaligned)
+def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0, device: str = "cpu") -> DecodeJob:
+    out = tensor(np.full(encoded.uncompressed_nbytes, 0xEE, np.uint8), misaligned, device)
     return DecodeJob(encoded.data, encoded.row, chain, out)
 
 

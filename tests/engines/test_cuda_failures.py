@@ -15,12 +15,24 @@ import torch
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs.base import BlockRow, EncodedBlock, checksum
 from dcp_nvcomp.codecs.transforms import PLANE_NAMES
-from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob
 from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError, UnsupportedVersionError
 
-from .cases import CHAIN, OWN, SLICE, U8, assert_nothing_held, cpu_encode, encode, engine_on, job, tensor, weights
+from .cases import (
+    CHAIN,
+    OWN,
+    SLICE,
+    U8,
+    assert_nothing_held,
+    cpu_encode,
+    decoded,
+    encode,
+    engine_on,
+    job,
+    tensor,
+    weights,
+)
 from .kernels_on_cpu import ReferenceKernels
 from .nvcomp_stand_in import Codec, NvcompStandIn, StandInDevice
 
@@ -40,9 +52,7 @@ def some_blocks(count: int) -> tuple[list[U8], list[torch.Tensor]]:
 
 def assert_reads(blocks: Sequence[U8], encoded: Sequence[EncodedBlock], chain: CodecChain = CHAIN) -> None:
     for block, one in zip(blocks, encoded, strict=True):
-        out = np.empty_like(block)
-        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
-        assert out.tobytes() == block.tobytes()
+        assert decoded(one, chain) == block.tobytes()
 
 
 def test_out_of_memory_makes_batches_smaller() -> None:

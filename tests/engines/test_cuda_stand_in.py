@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.base import EncodedBlock
-from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.arena import NvcompMemory
 from dcp_nvcomp.engines.cuda.batches import RowTable, fitting, size_classes
 from dcp_nvcomp.engines.cuda.coders import NvcompCoders
@@ -29,7 +28,7 @@ from dcp_nvcomp.engines.cuda.encode import BatchEncoder
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob
 from tests.effort import examples
 
-from .cases import BUDGET, SLICE, U8, assert_nothing_held, cpu_encode, encode, engine_on, job, tensor, weights
+from .cases import BUDGET, SLICE, U8, assert_nothing_held, cpu_encode, decoded, encode, engine_on, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels
 from .nvcomp_stand_in import NvcompStandIn, StandInDevice
 
@@ -74,9 +73,7 @@ def test_the_cpu_engine_reads_it(kernels: Kernels, batch: tuple[CodecChain, list
     tensors = [tensor(block, by) for block, by in zip(blocks, misaligned, strict=True)]
     encoded = encode(engine_on(StandInDevice(kernels), budget), tensors, chain)
     for block, found in zip(blocks, encoded, strict=True):
-        out = np.full_like(block, 0xEE)
-        CpuEngine().decode(found.data, found.row, chain, out, verify="full")
-        assert out.tobytes() == block.tobytes()
+        assert decoded(found, chain) == block.tobytes()
         expected = cpu_encode(block, chain)
         assert found.row.flags == expected.row.flags
         assert found.row.uncompressed_crc == expected.row.uncompressed_crc
@@ -159,9 +156,7 @@ def assert_mixed(encoded: Sequence[EncodedBlock], made: Sequence[tuple[CodecChai
     for one, (chain, block) in zip(encoded, made, strict=True):
         if isinstance(chain.coder, Ans):  # only a GPU decodes it
             continue
-        out = np.empty_like(block)
-        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
-        assert out.tobytes() == block.tobytes()
+        assert decoded(one, chain) == block.tobytes()
 
 
 def test_blocks_of_different_chains_go_together(kernels: Kernels) -> None:

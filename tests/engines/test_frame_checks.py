@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.base import BlockRow, Coder, checksum, padded
 from dcp_nvcomp.engines.cuda.engine import DecodeJob
 from dcp_nvcomp.engines.cuda.frame_checks import frame_faults
 from dcp_nvcomp.errors import CorruptDataError
-from tests.effort import THOROUGH, examples
+from tests.effort import THOROUGH
 
 from .cases import U8, cpu_encode, engine_on, job, weights
 from .kernels_on_cpu import ReferenceKernels
@@ -99,24 +97,6 @@ def test_nothing_that_zlib_writes_is_a_fault(nbytes: int) -> None:
     levels = range(10) if nbytes < 5000 or THOROUGH else (0, 1, 6)
     frames = [(stream, nbytes) for content in contents(nbytes) for stream in deflate_streams(content, levels)]
     assert faults(DEFLATE, frames) == {}
-
-
-@st.composite
-def mixtures(draw: st.DrawFn) -> bytes:
-    """Contents of up to 300 KB: runs, noise of so many symbols, and copies of what was there before."""
-    rng, content = np.random.default_rng(draw(st.integers(0, 1 << 32))), b"\0"
-    for symbols in draw(st.lists(st.integers(0, 256), min_size=1, max_size=12)):
-        nbytes = draw(st.sampled_from((3, 40, 900, 20_000, 70_000)))
-        noise = rng.integers(0, symbols, nbytes, np.uint8).tobytes() if symbols else content[-nbytes:]
-        content = (content + noise)[:300_000]
-    return content
-
-
-@given(mixtures(), st.integers(-7, 22), st.integers(0, 9))
-@settings(max_examples=examples(200), deadline=None)
-def test_no_false_alarm(content: bytes, level: int, deflate_level: int) -> None:
-    assert faults(ZSTD, [(frame, len(content)) for frame in zstd_frames(content, [level])]) == {}
-    assert faults(DEFLATE, [(one, len(content)) for one in deflate_streams(content, [deflate_level])]) == {}
 
 
 def test_other_coders_and_no_frames_at_all() -> None:

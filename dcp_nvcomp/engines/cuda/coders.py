@@ -101,23 +101,16 @@ class Workspace:
         return int(coded_nbytes * self.per_byte) + slices * self.per_slice
 
 
-# What nvCOMP 6.0's temp-size functions answer without a GPU (Zstd decode 3 n + 6.9 KB, Deflate 1 up to 9.5 n + 38 KB,
-# none for Deflate 0 and ANS).
-_ENCODE_WORKSPACE = {
-    "Deflate": Workspace(0, 256),
-    "Deflate matching": Workspace(9.5, 40 << 10),
-    "ANS": Workspace(0, 256),
-}
-_DECODE_WORKSPACE = {
-    "Zstd": Workspace(3.05, 8 << 10),
-    "Deflate": Workspace(0, 256),
-    "Deflate matching": Workspace(0, 256),
-    "ANS": Workspace(0, 256),
-}
-
 ENCODE: Final = "encode"
 DECODE: Final = "decode"
-_WORKSPACES = {ENCODE: _ENCODE_WORKSPACE, DECODE: _DECODE_WORKSPACE}
+
+# What nvCOMP 6.0's temp-size functions answer without a GPU (Zstd decode 3 n + 6.9 KB, Deflate 1 up to 9.5 n + 38 KB);
+# none for Deflate 0 and ANS, nor to decode Deflate 1.
+_WORKSPACES = {
+    (DECODE, "Zstd"): Workspace(3.05, 8 << 10),
+    (ENCODE, "Deflate matching"): Workspace(9.5, 40 << 10),
+}
+_NO_WORKSPACE = Workspace(0, 256)
 
 # nvCOMP's `algorithm_type` of Deflate: 0 codes literals only, 1 searches for matches.
 _DEFLATE_LITERALS, _DEFLATE_MATCHES = 0, 1
@@ -184,7 +177,7 @@ class NvcompCoders:
         self._decompress_configs: dict[tuple[Coder, bytes], Any] = {}
 
     def _workspace(self, direction: str, kind: str) -> Workspace:
-        return self._workspaces.get((direction, kind)) or _WORKSPACES[direction][kind]
+        return self._workspaces.get((direction, kind)) or _WORKSPACES.get((direction, kind), _NO_WORKSPACE)
 
     @property
     def version(self) -> str:

@@ -118,11 +118,6 @@ class LiteralCoders:
         """Return True if it can encode for this coder."""
         return isinstance(coder, Zstd) and coder.literals_only and coder.slice_nbytes <= MAX_SLICE_NBYTES
 
-    @staticmethod
-    def decodes(coder: Coder | None) -> bool:
-        """Return True if it can decode frames of this coder: not all of them, perhaps, but it reports the others."""
-        return isinstance(coder, Zstd)
-
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return lengths.size * (PLAN_NBYTES + 4 + 8 + 2 * 8)
 
@@ -143,7 +138,7 @@ class LiteralCoders:
     def decode(
         self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
     ) -> LiteralDecoding:
-        assert self.decodes(coder) and (places % 16 == 0).all() and encoded.numel() % 4 == 0
+        assert isinstance(coder, Zstd) and (places % 16 == 0).all() and encoded.numel() % 4 == 0
         assert int((places + lengths).max()) <= scratch.numel() and int((at + nbytes).max()) <= encoded.numel()
         rows = self._upload(at + encoded.data_ptr(), nbytes, places + scratch.data_ptr(), lengths)
         corrupt = torch.zeros(lengths.size, dtype=torch.int32, device=self._device.torch_device)

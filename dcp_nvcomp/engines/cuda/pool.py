@@ -157,9 +157,6 @@ class EnginePool:
                 self._devices[device] = _DeviceEngines(device)
             return self._devices[device]
 
-    def health(self, device: torch.device) -> DeviceHealth:
-        return self._engines(device).health
-
     def tested(self, device: torch.device) -> DeviceHealth:
         """Return what is known of a device once it has been through the self-test.
 
