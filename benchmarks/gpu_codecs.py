@@ -26,7 +26,6 @@ from dcp_nvcomp.codecs import Ans, CodecChain
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.coders import DEFAULT_SLICE_NBYTES
-from dcp_nvcomp.engines.cuda.decode import BatchDecoder
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
@@ -74,16 +73,15 @@ def _batches(blocks: Iterable[tuple[EncodeJob, torch.Tensor]], batch_nbytes: int
     yield _Batch(jobs, outs)
 
 
-class Metered(CudaEngine):
-    """An engine on a `Meter`, with which nothing arrives on the host: what should have arrived is not compared."""
-
-    def _made_encoder(self, decoder: BatchDecoder | None) -> BatchEncoder:
-        return _Unarrived(self._device, self.coders, decoder)
-
-
 class _Unarrived(BatchEncoder):
     def _arrived_wrong(self, *arrived: object) -> set[int]:
         return set()
+
+
+class Metered(CudaEngine):
+    """An engine on a `Meter`, with which nothing arrives on the host: what should have arrived is not compared."""
+
+    _encoder_type = _Unarrived
 
 
 class EngineWork:
@@ -262,22 +260,21 @@ def codecs(report: Report, device: Device, names: Sequence[str] = CODECS) -> Non
 
 
 def _ceilings(report: Report, device: Device, state: State, repeats: int) -> dict[str, float]:
-    """Rates of the best open coder alone, in bytes of whole floats, on the composition of the state."""
+    """Rates of nvCOMP's open coder alone, in bytes of whole floats, on the composition of the state."""
     table = report.table(
         "ceilings",
-        f"The open coders alone on the exponent planes of that state, slices of {DEFAULT_SLICE_NBYTES >> 10} KiB",
+        f"nvCOMP's open coder alone on the exponent planes of that state, slices of {DEFAULT_SLICE_NBYTES >> 10} KiB",
         coder=("coder", ""),
         encode_rate=("encode, GB/s of state", ".1f"),
         decode_rate=("decode, GB/s of state", ".1f"),
     )
-    for coder in ("Zstd", "Deflate 0"):
-        encode = decode = Spread((0.0,) * repeats)
-        for dtype in (torch.bfloat16, torch.float32):
-            raw = RawCoder(device, DEFAULT_SLICE_NBYTES, **EXPONENT_CODERS[coder])
-            _, encode_seconds, decode_seconds = raw.measure(exponents(state, dtype), repeats)
-            encode, decode = encode + Spread(tuple(encode_seconds)), decode + Spread(tuple(decode_seconds))
-        gigabytes = nbytes_of(state) / 1e9
-        table.add(coder=coder, encode_rate=encode.rate(gigabytes), decode_rate=decode.rate(gigabytes))
+    coder, encode, decode = "Deflate 0", Spread((0.0,) * repeats), Spread((0.0,) * repeats)
+    for dtype in (torch.bfloat16, torch.float32):
+        raw = RawCoder(device, DEFAULT_SLICE_NBYTES, **EXPONENT_CODERS[coder])
+        _, encode_seconds, decode_seconds = raw.measure(exponents(state, dtype), repeats)
+        encode, decode = encode + Spread(tuple(encode_seconds)), decode + Spread(tuple(decode_seconds))
+    gigabytes = nbytes_of(state) / 1e9
+    table.add(coder=coder, encode_rate=encode.rate(gigabytes), decode_rate=decode.rate(gigabytes))
     return {cell: max(row[cell].median for row in table.rows) for cell in ("encode_rate", "decode_rate")}
 
 

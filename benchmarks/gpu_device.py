@@ -160,8 +160,8 @@ class RawCoder:
         whole_slice = torch.empty(step, dtype=torch.uint8, device=device.torch_device)
         sample = device.nvcomp.as_array(whole_slice, cuda_stream=device.stream_handle)
         room = padded(int(self._codec.get_max_comp_buffer_size(sample)))
-        # slots, what is decoded, and nvCOMP's workspace: Deflate's is 9.5 n at most, Zstd's has more than a gigabyte
-        workspace_nbytes = 10 * data.numel() + (2 << 30 if isinstance(device, CudaDevice) else 1 << 20)
+        # slots, what is decoded, and nvCOMP's workspace: Deflate's is 9.5 n at most
+        workspace_nbytes = 10 * data.numel() + (1 << 20)
         device.arena.set_limit(room * len(starts) + data.numel() + workspace_nbytes)
         slots = device.arena.empty(room * len(starts))
         at = [room * index for index in range(len(starts))]

@@ -26,7 +26,6 @@ from tests.codecs import planes_reference
 
 SLICES = tuple(1 << power for power in range(16, 23))
 EXPONENT_CODERS: dict[str, dict[str, Any]] = {
-    "Zstd": {"algorithm": "Zstd"},
     "Deflate 0": {"algorithm": "Deflate", "algorithm_type": 0},
     "GDeflate 0": {"algorithm": "GDeflate", "algorithm_type": 0},
 }

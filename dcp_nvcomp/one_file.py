@@ -82,7 +82,7 @@ def save_compressed_checkpoint(
     parent, name = parent_and_name(text)
     writer = NvcompWriter(parent, overwrite=overwrite, **writer_options)
     options = writer.options
-    engine = EngineChoice(options.engine, options.cuda_zstd)
+    engine = EngineChoice(options.engine)
     engine.begin(options.device_memory_budget)
     parts = take_apart(state)
     skeleton = _pickled({"state": parts.skeleton, "keys": list(parts.tensors)})

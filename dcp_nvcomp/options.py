@@ -15,7 +15,6 @@ from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.redaction import without_secrets
 
 Engine = Literal["auto", "cpu", "cuda"]
-CudaZstd = Literal["auto", "nvcomp", "literals"]
 CheckEncodes = Literal["all", "off"]
 Verify = Literal["stored", "full", "off"]
 DtypePolicy = Literal["same", "cast"]

@@ -43,8 +43,8 @@ class _Shared:
     def arena(self) -> torch.Tensor:
         return host_memory(nbytes_of(self.state) * 5 // 4 + 64 * MIB, self.host.torch_device)
 
-    def work(self, codec: str, batch_mib: int, zstd: str = "nvcomp", *, check_encodes: bool = True) -> EngineWork:
-        policy = EnginePolicy(self.host.pick(4096, 64) * MIB, check_encodes=check_encodes, zstd=zstd)
+    def work(self, codec: str, batch_mib: int, *, check_encodes: bool = True) -> EngineWork:
+        policy = EnginePolicy(self.host.pick(4096, 64) * MIB, check_encodes=check_encodes)
         return EngineWork(self.state, codec, self.device, batch_mib * MIB, self.arena, policy)
 
     @cache  # noqa: B019  lives as long as the process
@@ -61,28 +61,25 @@ def probes(host: Host) -> Iterator[Probe]:
     shared = _Shared(host)
     batches = host.pick(_BATCHES_MIB, (1, 4))
     # what is most wanted first: the time may end before they do
-    for zstd in ("literals", "nvcomp"):
-        for batch_mib in batches:
-            yield f"auto, {zstd}, batches of {batch_mib} MiB", partial(_rates, shared, "auto", batch_mib, zstd)
-        if zstd == "literals":
-            yield "staging", partial(_staging, shared, batches[1:3])
-    for zstd in ("literals", "nvcomp"):
-        unchecked = partial(_rates, shared, "auto", batches[-2], zstd, check_encodes=False)
-        yield f"auto, {zstd}, batches of {batches[-2]} MiB, not checked", unchecked
+    for batch_mib in batches:
+        yield f"auto, batches of {batch_mib} MiB", partial(_rates, shared, "auto", batch_mib)
+    yield "staging", partial(_staging, shared, batches[1:3])
+    unchecked = partial(_rates, shared, "auto", batches[-2], check_encodes=False)
+    yield f"auto, batches of {batches[-2]} MiB, not checked", unchecked
     for codec in host.pick(_CODECS, ()):
         for batch_mib in batches:
-            yield f"{codec}, batches of {batch_mib} MiB", partial(_rates, shared, codec, batch_mib, "nvcomp")
+            yield f"{codec}, batches of {batch_mib} MiB", partial(_rates, shared, codec, batch_mib)
     for batch_mib in batches[1:2]:
         for action in ("encode", "decode"):
             yield f"profile of {action}, batches of {batch_mib} MiB", partial(_profile, shared, action, batch_mib)
             yield f"Python in {action}, batches of {batch_mib} MiB", partial(_python, shared, action, batch_mib)
 
 
-def _rates(shared: _Shared, codec: str, batch_mib: int, zstd: str, *, check_encodes: bool = True) -> Mapping[str, Any]:
-    work = shared.work(codec, batch_mib, zstd, check_encodes=check_encodes)
+def _rates(shared: _Shared, codec: str, batch_mib: int, *, check_encodes: bool = True) -> Mapping[str, Any]:
+    work = shared.work(codec, batch_mib, check_encodes=check_encodes)
     seconds = timed(work, shared.host.pick(3, 1))
     nbytes = nbytes_of(shared.state)
-    row: dict[str, Any] = {"codec": codec, "zstd": zstd, "checked": "yes" if check_encodes else "no"}
+    row: dict[str, Any] = {"codec": codec, "checked": "yes" if check_encodes else "no"}
     row |= {"batch_mib": batch_mib, "ratio": nbytes / work.encode()}
     for name, spent in seconds.items():
         row[f"{name.replace(' ', '_')}_rate"] = spent.rate(nbytes / 1e9)
@@ -100,10 +97,9 @@ def _staging(shared: _Shared, batches_mib: tuple[int, ...]) -> Mapping[str, Any]
         synchronize(device)
 
     cases = {PLAIN_COPY: Case(copy)}
-    # not nvCOMP's encoder of Zstd: two of them at once may take the GPU from the process
     for batch_mib in batches_mib:
-        work = shared.work("auto", batch_mib, "literals")
-        cases[f"auto, literals, batches of {batch_mib} MiB"] = Case(work.encode_overlapped)
+        work = shared.work("auto", batch_mib)
+        cases[f"auto, batches of {batch_mib} MiB"] = Case(work.encode_overlapped)
     seconds = alternate(cases, repeats=shared.host.pick(5, 1))
     plain, nbytes = seconds[PLAIN_COPY], nbytes_of(state)
     rows = [

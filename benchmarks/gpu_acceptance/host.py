@@ -76,10 +76,9 @@ class Host:
                 literals=emulated_launch(compile_literals_for_cpu(literals)),
             )
 
-    def engine(self, device: Device, budget_nbytes: int, *, zstd: str = "auto") -> CudaEngine:
+    def engine(self, device: Device, budget_nbytes: int) -> CudaEngine:
         """Return an engine on a device that `device` made, which does not check what it encodes."""
-        policy = EnginePolicy(budget_nbytes, check_encodes=False, zstd=zstd)
-        return CudaEngine(device.torch_device, policy, backend=device)
+        return CudaEngine(device.torch_device, EnginePolicy(budget_nbytes, check_encodes=False), backend=device)
 
     def synchronize(self) -> None:
         """Wait for all work."""

@@ -22,7 +22,7 @@ from benchmarks.gpu_acceptance.host import Host
 from benchmarks.gpu_acceptance.made import exponents
 from benchmarks.gpu_acceptance.results import Probe
 from dcp_nvcomp.codecs.base import padded
-from dcp_nvcomp.codecs.coders import Ans, Deflate, Zstd
+from dcp_nvcomp.codecs.coders import Ans, Deflate
 from dcp_nvcomp.engines.cuda.coders import NvcompCoders
 from dcp_nvcomp.engines.cuda.device import Device
 
@@ -31,7 +31,6 @@ _SCRATCH_PER_BYTE = 12
 _SLEEP_CYCLES = 400_000_000  # some tenths of a second
 
 _ALGORITHMS: Mapping[str, tuple[dict[str, Any], Any]] = {
-    "Zstd": ({"algorithm": "Zstd"}, Zstd(_SLICE_NBYTES)),
     "Deflate 0": ({"algorithm": "Deflate", "algorithm_type": 0}, Deflate(_SLICE_NBYTES, literals_only=True)),
     "Deflate 1": ({"algorithm": "Deflate", "algorithm_type": 1}, Deflate(_SLICE_NBYTES)),
     "ANS": ({"algorithm": "ANS", "data_type": "|u1"}, Ans(_SLICE_NBYTES, "|u1")),

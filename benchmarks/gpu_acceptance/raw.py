@@ -33,14 +33,13 @@ def probes(host: Host) -> Iterator[Probe]:
     for slice_nbytes in _SLICES:
         if slice_nbytes in host.pick(_SLICES, _SLICES[-1:]):
             yield f"ours, {slice_nbytes >> 10} KiB", partial(_ours, host, ours, coders, slice_nbytes)
-        yield _probe(host, device, "Zstd", slice_nbytes, EXPONENT_CODERS["Zstd"])
         if slice_nbytes == _SLICES[0]:
             for data_type in ("<f2", "<f4"):
                 for ans_nbytes in _ANS_SLICES:
                     options = {"algorithm": "ANS", "data_type": data_type}
                     yield _probe(host, device, f"ANS {data_type}", ans_nbytes, options)
     for name, options in EXPONENT_CODERS.items():
-        if name == "Zstd" or (host.stand_in and name.startswith("GDeflate")):
+        if host.stand_in and name.startswith("GDeflate"):
             continue  # no CPU library has GDeflate
         for slice_nbytes in _SLICES:
             yield _probe(host, device, name, slice_nbytes, options)

@@ -63,7 +63,6 @@ TABLES: Mapping[str, tuple[str, Mapping[str, tuple[str, str]]]] = {
         "The engine from and to GPU memory, GB/s of state; device: without copies to the host",
         {
             "codec": ("codec", ""),
-            "zstd": ("Zstd by", ""),
             "checked": ("checked", ""),
             "batch_mib": ("batch, MiB", "d"),
             "ratio": ("ratio", ".3f"),

@@ -91,20 +91,19 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"quick": host.stand_in, **invocation([]), "machine": machine(), "versions": versions()}
     found |= {"nbytes": nbytes, "stand_in": host.stand_in, "rows": {}}
-    for zstd in ("literals", "nvcomp"):
-        policy = EnginePolicy(host.pick(4096, 64) * MIB, zstd=zstd)
-        work = EngineWork(state, "auto", host.device(), host.pick(160, 1) * MIB, arena, policy)
-        ways = {"encode, 1 engine": work.encode, "decode, 1 engine": work.decode}
-        ways["encode, 2 engines"] = work.encode_overlapped
-        for name, run in ways.items():
-            trace = options.out / "trace.json.gz" if (zstd, name) == ("literals", "encode, 2 engines") else None
-            try:
-                row = _measured(host, nbytes, run, trace)
-            except Exception as error:
-                row = {"error": f"{type(error).__name__}: {error}"}
-            found["rows"][f"{zstd}: {name}"] = row
-            (options.out / "timeline.json").write_text(json.dumps(found, indent=1) + "\n")
-            print(f"{zstd}: {name}: {json.dumps(row)}", flush=True)
+    policy = EnginePolicy(host.pick(4096, 64) * MIB)
+    work = EngineWork(state, "auto", host.device(), host.pick(160, 1) * MIB, arena, policy)
+    ways = {"encode, 1 engine": work.encode, "decode, 1 engine": work.decode}
+    ways["encode, 2 engines"] = work.encode_overlapped
+    for name, run in ways.items():
+        trace = options.out / "trace.json.gz" if name == "encode, 2 engines" else None
+        try:
+            row = _measured(host, nbytes, run, trace)
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {error}"}
+        found["rows"][name] = row
+        (options.out / "timeline.json").write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{name}: {json.dumps(row)}", flush=True)
 
 
 if __name__ == "__main__":

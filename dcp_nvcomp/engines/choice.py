@@ -22,7 +22,6 @@ class EngineChoice:
     """The `engine` option, applied to one tensor at a time."""
 
     option: str  # `"auto"`, `"cpu"` or `"cuda"`
-    zstd: str = "auto"  # what codes Zstd on a GPU, one of `options.CudaZstd`
     _warned: bool = False
     _known: tuple[int, str | None] = (0, None)
 
@@ -59,8 +58,7 @@ class EngineChoice:
     def policy(self, device_memory_budget: int | None, *, check_encodes: bool = True) -> EnginePolicy:
         """Return what a save or load asks of each of a device's engines."""
         share_nbytes = max(1, self._budget_nbytes(device_memory_budget) // ENGINES_PER_DEVICE)
-        may_fall_back = self.option != "cuda"
-        return EnginePolicy(share_nbytes, check_encodes=check_encodes, may_fall_back=may_fall_back, zstd=self.zstd)
+        return EnginePolicy(share_nbytes, check_encodes=check_encodes, may_fall_back=self.option != "cuda")
 
     def may_use_cuda(self) -> bool:
         """Return True if there can be tensors for the CUDA engine. Imports nothing: perhaps there are none."""
@@ -72,7 +70,7 @@ class EngineChoice:
             return False
         reason = self._unavailable_reason()
         if reason is None:
-            health = shared_pool().tested(device, self.zstd)
+            health = shared_pool().tested(device)
             if health.unusable is None:
                 return True
             if self.option == "cuda":
@@ -89,10 +87,10 @@ class EngineChoice:
 
     def serves(self, device: torch.device, chain: CodecChain, direction: str) -> bool:
         """Return True if the CUDA engine codes blocks of a chain on a device that it handles."""
-        health = shared_pool().tested(device, self.zstd)
-        if not is_ever_served(health, chain, self.zstd, direction):
+        if not is_ever_served(chain, direction):
             return False
-        refusal = refusal_of(health, chain, self.zstd, direction)
+        health = shared_pool().tested(device)
+        refusal = refusal_of(health, chain, direction)
         if refusal is None:
             return True
         if self.option == "cuda":

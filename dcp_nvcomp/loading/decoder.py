@@ -18,7 +18,8 @@ from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting
 from dcp_nvcomp.engines.cuda.coders import DECODE
 from dcp_nvcomp.engines.cuda.decode import DecodeJob, JobChecks
-from dcp_nvcomp.engines.cuda.fallback import BlockEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.engine import BlockEngine
+from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError

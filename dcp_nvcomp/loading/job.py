@@ -66,7 +66,6 @@ class LoadOptions:
     device_memory_budget: int | None  # bytes that CUDA engines may take on a device; None for the default
     verify: str  # `"stored"`, `"full"` or `"off"`
     engine: str  # `"auto"`, `"cpu"` or `"cuda"`
-    cuda_zstd: str  # what decodes Zstd on a GPU, one of `options.CudaZstd`
     safe: SafeLoader  # loads stored Python objects
 
 
@@ -97,7 +96,7 @@ class LoadJob:
         self._planner = planner
         self._options = options
         self._conversions = conversions
-        self._engine = EngineChoice(options.engine, options.cuda_zstd)
+        self._engine = EngineChoice(options.engine)
         self._may_use_cuda = self._engine.may_use_cuda()
         fetchers = CUDA_FETCHERS if self._may_use_cuda else 0
         self._threads = max(options.thread_count + fetchers, filesystem.parallel_reads)

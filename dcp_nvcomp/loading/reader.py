@@ -34,7 +34,6 @@ from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     STOCK_READER,
-    CudaZstd,
     Engine,
     Verify,
     check_budget,
@@ -78,9 +77,6 @@ class NvcompReader(StorageReader):
         engine: `"auto"` decodes what goes to a GPU on that GPU if nvCOMP is installed, `"cuda"` fails the load
             if that is impossible on this machine, `"cpu"` never uses the GPU. Read checkpoints from someone else with
             `"cpu"`.
-        cuda_zstd: what decodes Zstandard frames on a GPU: `"nvcomp"`, `"literals"`, this package's own kernels (nvCOMP
-            decodes frames with more than literals all the same), or `"auto"`: our kernels, unless nvCOMP was measured
-            to be faster on this kind of GPU.
         progress: if True, rank 0 draws a progress bar; where standard error is no terminal, it logs a line every 10 s.
         on_load: called with the `LoadStats` of this rank after each load. An exception that it raises becomes a
             warning.
@@ -121,7 +117,6 @@ class NvcompReader(StorageReader):
         host_memory_budget: int = 1 << 30,
         device_memory_budget: int | None = None,
         engine: Engine = "auto",
-        cuda_zstd: CudaZstd = "auto",
         progress: bool = False,
         on_load: Callable[[LoadStats], None] | None = None,
         storage_deadline_seconds: float = DEADLINE_SECONDS,
@@ -140,7 +135,6 @@ class NvcompReader(StorageReader):
             device_memory_budget=check_device_budget(device_memory_budget),
             verify=check_choice("verify", verify, Verify),
             engine=check_choice("engine", engine, Engine),
-            cuda_zstd=check_choice("cuda_zstd", cuda_zstd, CudaZstd),
             safe=SafeLoader(self.trusted_globals, check_objects=check_flag("safe_objects", safe_objects)),
         )
         self.progress = check_flag("progress", progress)

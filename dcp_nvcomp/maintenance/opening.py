@@ -18,7 +18,7 @@ from dcp_nvcomp.storage.open import open_filesystem
 # which is longer than listing a run.
 READER_OPTIONS: Final = frozenset(
     (
-        *("cuda_zstd", "device_memory_budget", "engine", "host_memory_budget", "metadata_limit_nbytes", "on_load"),
+        *("device_memory_budget", "engine", "host_memory_budget", "metadata_limit_nbytes", "on_load"),
         *("path", "progress", "safe_objects", "storage_options", "thread_count", "trusted_globals", "verify"),
     )
 )

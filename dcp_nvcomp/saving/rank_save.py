@@ -18,7 +18,7 @@ from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
-from dcp_nvcomp.options import CheckEncodes, CudaZstd, Engine, check_budget, check_choice, check_flag, check_seconds
+from dcp_nvcomp.options import CheckEncodes, Engine, check_budget, check_choice, check_flag, check_seconds
 from dcp_nvcomp.saving.data_files import PlannedFile, WrittenFile, plan_files, planned_nbytes
 from dcp_nvcomp.saving.encode.buffers import BufferMemory, JobMemory
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
@@ -47,7 +47,6 @@ class SaveOptions:
     device_memory_budget: int | None
     engine: str
     check_encodes: str
-    cuda_zstd: str
     storage_deadline_seconds: float
     staging_budget_nbytes: int | None
     finish_within_seconds: float
@@ -66,7 +65,6 @@ class SaveOptions:
                 check_budget(name, getattr(self, name))
         check_choice("engine", self.engine, Engine)
         check_choice("check_encodes", self.check_encodes, CheckEncodes)
-        check_choice("cuda_zstd", self.cuda_zstd, CudaZstd)
 
     @property
     def chooser(self) -> CodecChooser:

@@ -33,7 +33,6 @@ from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     STOCK_WRITER,
     CheckEncodes,
-    CudaZstd,
     Engine,
     check_flag,
     check_path,
@@ -86,10 +85,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         check_encodes: `"all"` decodes on the GPU again what was encoded there and compares CRCs, before it is written;
             the CPU engine encodes blocks that came out wrong (`SaveStats.recoded_blocks`). `"off"` trusts the GPU. The
             CPU engine is not checked: it uses libraries that the whole world tests.
-        cuda_zstd: who writes literals-only Zstandard frames (those of `"auto"` and `"planes-zstd"`) on a GPU:
-            `"nvcomp"`, `"literals"`, which are this package's own kernels, or `"auto"`: our kernels, unless nvCOMP was
-            measured to be faster on this kind of GPU. Every zstd decoder reads the frames of both. nvCOMP's encoder
-            takes more than a gigabyte of GPU memory; where the budget has no room for it, the CPU engine encodes.
         storage_deadline_seconds: time limit of one storage operation (sending a part, reading a range, publishing) with
             all its retries, after which it raises `StorageError`. It holds for S3, Azure, Google Cloud Storage, SFTP
             and SMB; elsewhere retries are up to the client.
@@ -137,7 +132,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         on_save: Callable[[SaveStats], None] | None = None,
         engine: Engine = "auto",
         check_encodes: CheckEncodes = "all",
-        cuda_zstd: CudaZstd = "auto",
         storage_deadline_seconds: float = DEADLINE_SECONDS,
         staging_budget_nbytes: int | None = None,
         finish_within_seconds: float = 60.0,
@@ -159,7 +153,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             device_memory_budget=device_memory_budget,
             engine=engine,
             check_encodes=check_encodes,
-            cuda_zstd=cuda_zstd,
             storage_deadline_seconds=storage_deadline_seconds,
             staging_budget_nbytes=staging_budget_nbytes,
             finish_within_seconds=finish_within_seconds,
@@ -167,7 +160,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             known_options=tuple(option_names(type(self))),
         )
         self.last_save: SaveStats | None = None
-        self._engine_choice = EngineChoice(self.options.engine, self.options.cuda_zstd)
+        self._engine_choice = EngineChoice(self.options.engine)
         self._saves = Saves(check_path(path))
         self._publisher: Publisher = commit_checkpoint
         self.options.open(self.path)  # fail fast on invalid options

@@ -113,7 +113,7 @@ class ToyForFloats:
     """Nvcomp's coders for the other elements, so that both kinds are in one batch."""
 
     def choose(self, element: ElementType, sample: U8, nbytes: int) -> CodecChain:
-        return TOY_CHAIN if element.float_nbytes else CodecChain(Bytes(), Zstd())
+        return TOY_CHAIN if element.float_nbytes else CodecChain(Bytes(), Zstd(literals_only=True))
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ class GpuStandIn:
     devices: list[StandInDevice] = field(default_factory=list)
 
     def calls(self) -> list[tuple[str, int]]:
-        return [call for device in self.devices for call in device.nvcomp.calls]
+        return [call for device in self.devices for call in device.nvcomp.calls + device.nvcomp.kernel_calls]
 
 
 @pytest.fixture
@@ -190,6 +190,7 @@ def on_the_stand_in(gpu: GpuStandIn, work: Callable[[], Any]) -> list[tuple[str,
     """Run some work on the stand-in, and return what nvCOMP was asked for."""
     for device in gpu.devices:
         device.nvcomp.calls.clear()
+        device.nvcomp.kernel_calls.clear()
     work()
     return gpu.calls()
 

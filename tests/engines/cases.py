@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs import CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
@@ -18,7 +18,8 @@ U8 = np.ndarray
 
 BUDGET = 64 << 20
 SLICE = 1024
-CHAIN = CodecChain(Planes(4), Zstd(SLICE))
+CHAIN = CodecChain(Planes(4), Deflate(SLICE))  # which nvCOMP codes
+OWN = CodecChain(Planes(4), Zstd(SLICE, literals_only=True))  # which our kernels code
 SIGNS = ("mixed", "positive", "negative")
 
 
@@ -47,16 +48,17 @@ def weights(width: int, count: int, *, signs: str = "mixed", seed: int = 0) -> U
     return (single.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
 
 
-def tensor(block: U8, misaligned: int = 0) -> torch.Tensor:
+def tensor(block: U8, misaligned: int = 0, device: str = "cpu") -> torch.Tensor:
     """The block as a tensor that begins so far from a multiple of 16."""
-    memory = torch.zeros(block.size + 64, dtype=torch.uint8)
+    memory = torch.zeros(block.size + 64, dtype=torch.uint8, device=device)
     start = -memory.data_ptr() % 16 + misaligned
-    memory[start : start + block.size] = torch.from_numpy(block)
+    memory[start : start + block.size] = torch.from_numpy(block).to(device)
     return memory[start : start + block.size]
 
 
 def encode(engine: CudaEngine, blocks: Sequence[torch.Tensor], chain: CodecChain) -> list[EncodedBlock]:
-    out = memoryview(bytearray(sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)))
+    nbytes = sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)
+    out = torch.empty(nbytes, dtype=torch.uint8, pin_memory=blocks[0].is_cuda).numpy().data
     encoded = engine.encode([EncodeJob((block,), chain) for block in blocks], out)
     assert b"".join(block.data for block in encoded) == out[: sum(block.data.nbytes for block in encoded)]
     return encoded
@@ -66,8 +68,15 @@ def cpu_encode(block: U8, chain: CodecChain) -> EncodedBlock:
     return CpuEngine().encode(block, chain, memoryview(bytearray(chain.max_encoded_nbytes(block.size))))
 
 
-def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> DecodeJob:
-    out = tensor(np.full(encoded.uncompressed_nbytes, 0xEE, np.uint8), misaligned)
+def decoded(encoded: EncodedBlock, chain: CodecChain = CHAIN) -> bytes:
+    """What the CPU engine makes of a block."""
+    out = np.empty(encoded.uncompressed_nbytes, np.uint8)
+    CpuEngine().decode(encoded.data, encoded.row, chain, out, verify="full")
+    return out.tobytes()
+
+
+def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0, device: str = "cpu") -> DecodeJob:
+    out = tensor(np.full(encoded.uncompressed_nbytes, 0xEE, np.uint8), misaligned, device)
     return DecodeJob(encoded.data, encoded.row, chain, out)
 
 

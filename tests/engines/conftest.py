@@ -15,12 +15,6 @@ from .emulation.build import compiler
 from .kernels_on_cpu import ReferenceKernels, compile_for_cpu, compile_literals_for_cpu, compiled_kernels
 from .literal_coding import GuardedDevice
 from .literal_slices import exponent_planes
-from .stand_in_pool import prefer_nvcomp
-
-
-@pytest.fixture(autouse=True)
-def _nvcomp_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefer_nvcomp(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,8 @@ from torch import Tensor
 from dcp_nvcomp.engines.cuda.arena import Arena, Held, NvcompMemory, Piece
 from dcp_nvcomp.engines.cuda.device import Kernels, Launch, host_tensor
 from dcp_nvcomp.engines.cuda.literals import LITERALS_KERNELS
-from dcp_nvcomp.errors import CodecUnavailableError
+
+from .reference_literals import ReferenceLiterals
 
 U8 = npt.NDArray[np.uint8]
 
@@ -139,6 +140,7 @@ class Codec:
             raise ValueError(f'Unsupported argument: "{name}".')
         assert options.get("bitstream_kind") is BitstreamKind.RAW, "the engine makes bare streams only"
         self._literals_only = options.get("algorithm_type", 1) == 0
+        self._matches = self._algorithm == "Deflate" and not self._literals_only
         self._data_type = options.get("data_type", "|u1")
         if self._data_type not in _ANS_DATA_TYPES:
             raise ValueError(f'Unsupported data type: "{self._data_type}".')
@@ -151,6 +153,7 @@ class Codec:
         ]
 
     def encode(self, srcs: BatchArray, out: BatchArray, compression_config: None = None) -> BatchArray:
+        assert self._algorithm != "Zstd", "it ends in an illegal instruction"
         self._module.called("encode", len(srcs))
         if len(srcs) != len(out):
             raise ValueError(f"Output buffer count ({len(out)}) does not match input buffer count ({len(srcs)})")
@@ -163,7 +166,7 @@ class Codec:
         for source in sources:
             if source.size % _ANS_DATA_TYPES[self._data_type]:
                 raise RuntimeError("Buffer size not aligned with size of data type")
-        scratch = self._module.allocate(3 * sum(source.size for source in sources) if self._algorithm == "Zstd" else 0)
+        scratch = self._module.allocate(3 * sum(source.size for source in sources) if self._matches else 0)
 
         given = weakref.ref(srcs)
 
@@ -230,8 +233,6 @@ class Codec:
             raise RuntimeError(f"nvCOMP error: a buffer is not aligned to {alignment} bytes")
 
     def _encode_slice(self, source: U8) -> bytes:
-        if self._algorithm == "Zstd":
-            return zstandard.ZstdCompressor(level=1).compress(source.tobytes())
         strategy = zlib.Z_HUFFMAN_ONLY if self._literals_only else zlib.Z_DEFAULT_STRATEGY
         compressor = zlib.compressobj(1, zlib.DEFLATED, -15, 9, strategy)
         stream = compressor.compress(source.tobytes()) + compressor.flush()
@@ -256,8 +257,9 @@ class NvcompStandIn:
     """The module `nvidia.nvcomp`.
 
     Attributes:
-        on_call: told of each `encode` and `decode` with the number of slices; may raise.
+        on_call: told of each `encode` and `decode`, by our kernels too, with the number of slices; may raise.
         calls: what was called.
+        kernel_calls: the same of our kernels.
         configurations: how many configurations for decoding were made.
     """
 
@@ -268,10 +270,11 @@ class NvcompStandIn:
         self._on_call = on_call
         self._allocator: Callable[[int, Any], Any] | None = None
         self.calls: list[tuple[str, int]] = []
+        self.kernel_calls: list[tuple[str, int]] = []
         self.configurations = 0
 
-    def called(self, name: str, slices: int) -> None:
-        self.calls.append((name, slices))
+    def called(self, name: str, slices: int, *, by_kernels: bool = False) -> None:
+        (self.kernel_calls if by_kernels else self.calls).append((name, slices))
         self._on_call(name, slices)
 
     def allocate(self, nbytes: int) -> list[Any]:
@@ -299,11 +302,15 @@ class NvcompStandIn:
         return BatchArray([memory[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)])
 
 
-class NvcompWithoutZstd(NvcompStandIn):
-    """nvCOMP that can't make a codec for Zstd."""
+class NvcompWithout(NvcompStandIn):
+    """nvCOMP that can't make codecs of an algorithm."""
+
+    def __init__(self, algorithm: str = "Deflate") -> None:
+        super().__init__()
+        self._without = algorithm
 
     def Codec(self, **options: Any) -> Codec:  # noqa: N802
-        if options["algorithm"] == "Zstd":
+        if options["algorithm"] == self._without:
             raise RuntimeError("nvCOMP error: unsupported")
         return super().Codec(**options)
 
@@ -331,7 +338,7 @@ class StandInDevice:
         kernels: what runs the kernels.
         nvcomp: the stand-in for nvCOMP.
         capacity_nbytes: the arena raises torch.OutOfMemoryError where more than this would be held.
-        literals: what starts the kernels of literals*.cu, if they are compiled.
+        literals: what starts the kernels of literals*.cu; by default the reference.
     """
 
     torch_device = torch.device("cpu")
@@ -346,7 +353,7 @@ class StandInDevice:
         literals: Launch | None = None,
     ) -> None:
         self.kernels = kernels
-        self._literals = literals
+        self._literals = literals or ReferenceLiterals()
         self.nvcomp = nvcomp or NvcompStandIn()
         self.arena: Arena = PoisoningArena(self._reserve)
         self.nvcomp_memory = NvcompMemory(_no_other_stream)
@@ -394,9 +401,14 @@ class StandInDevice:
 
     def compile(self, sources: Sequence[str], options: Sequence[str], names: Sequence[str]) -> Launch:
         assert tuple(names) == LITERALS_KERNELS
-        if self._literals is None:
-            raise CodecUnavailableError("The kernels are not compiled here.")
-        return self._literals
+        return self._launch
+
+    def _launch(self, name: str, blocks: int, arguments: tuple[int, ...]) -> None:
+        if name == "measure_slices":
+            self.nvcomp.called("encode", blocks, by_kernels=True)
+        elif name == "decode_slices":
+            self.nvcomp.called("decode", arguments[1], by_kernels=True)
+        self._literals(name, blocks, arguments)
 
     def copy_in(self, host: memoryview, target: Tensor) -> None:
         assert self._in_session

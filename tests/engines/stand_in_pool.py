@@ -10,15 +10,14 @@ import torch
 
 from dcp_nvcomp.engines import choice
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.engines.cuda import pool, slice_coders
-from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
-from dcp_nvcomp.engines.cuda.device import Device, Kernels, Launch
+from dcp_nvcomp.engines.cuda import pool
+from dcp_nvcomp.engines.cuda.device import Device, Kernels
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.pool import EnginePool, run_self_test
 
 from .nvcomp_stand_in import NvcompStandIn, StandInDevice
 
-__all__ = ["StandInPool", "install_stand_ins", "prefer_nvcomp"]
+__all__ = ["StandInPool", "install_stand_ins"]
 
 
 @dataclass
@@ -30,29 +29,22 @@ class StandInPool:
         nvcomp: makes the nvCOMP of the next device.
         devices: those that were made.
         capacity_nbytes: memory of each.
-        literals: what starts the kernels of literals*.cu, if they are compiled.
     """
 
     kernels: Kernels
     nvcomp: Callable[[], NvcompStandIn] = NvcompStandIn
     devices: list[StandInDevice] = field(default_factory=list)
     capacity_nbytes: int = 1 << 40
-    literals: Launch | None = None
 
     def make_device(self, device: torch.device) -> Device:
         """Return another device."""
-        self.devices.append(StandInDevice(self.kernels, self.nvcomp(), self.capacity_nbytes, self.literals))
+        self.devices.append(StandInDevice(self.kernels, self.nvcomp(), self.capacity_nbytes))
         return self.devices[-1]
 
     def calls(self, name: str) -> list[int]:
-        """Numbers of slices of the calls of nvCOMP's `encode` or `decode`."""
-        return [slices for device in self.devices for called, slices in device.nvcomp.calls if called == name]
-
-
-def prefer_nvcomp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the stand-in be a GPU on which nvCOMP is faster than our own kernels: most tests make it fail."""
-    rates = {way: {"nvcomp": 2.0, "literals": 1.0} for way in (ENCODE, DECODE)}
-    monkeypatch.setattr(slice_coders, "_rates", lambda: {StandInDevice.name: rates})
+        """Numbers of slices of the calls that `encode` or `decode`, of nvCOMP and of our kernels."""
+        calls = [call for device in self.devices for call in device.nvcomp.calls + device.nvcomp.kernel_calls]
+        return [slices for called, slices in calls if called == name]
 
 
 def _no_self_test(engine: CudaEngine, device: torch.device) -> None:
@@ -67,7 +59,6 @@ def install_stand_ins(
     make_device: Callable[[torch.device], Device] | None = None,
 ) -> StandInPool:
     """Send host tensors through engines on stand-ins, unless `engine="cpu"`."""
-    prefer_nvcomp(monkeypatch)
     made = StandInPool(kernels)
     shared = EnginePool(make_device or made.make_device, run_self_test if self_test else _no_self_test)
     monkeypatch.setattr(pool, "_pool", shared)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.base import EncodedBlock, checksum
+from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.codecs.transforms import PLANE_NAMES
-from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import block_table, copy_table
 from dcp_nvcomp.engines.cuda.device import CudaDevice
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
@@ -22,13 +22,22 @@ from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, nvcomp_vers
 from dcp_nvcomp.errors import CorruptDataError
 from tests.codecs import planes_reference
 
-from .cases import SIGNS, cpu_encode, floats, weights
+from . import cases
+from .cases import SIGNS, cpu_encode, decoded, encode, floats, tensor, weights
 
 REASON = cuda_unavailable_reason()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}")]
 
 BUDGET = 256 << 20
-CODERS = [Zstd(), Zstd(literals_only=True), Zstd(64 << 10), Deflate(), Deflate(literals_only=True), Deflate(64 << 10)]
+LITERALS_ONLY = Zstd(literals_only=True)
+CODERS = [
+    Zstd(),
+    LITERALS_ONLY,
+    Zstd(64 << 10, literals_only=True),
+    Deflate(),
+    Deflate(literals_only=True),
+    Deflate(64 << 10),
+]
 
 
 @pytest.fixture(scope="module")
@@ -49,29 +58,14 @@ def nothing_falls_back() -> Iterator[None]:
         yield
 
 
-def on_gpu(block: np.ndarray, misaligned: int = 0) -> torch.Tensor:
-    memory = torch.zeros(block.size + 16, dtype=torch.uint8, device="cuda")
-    assert memory.data_ptr() % 16 == 0
-    memory[misaligned : misaligned + block.size] = torch.from_numpy(block).cuda()
-    return memory[misaligned : misaligned + block.size]
-
-
-def encode(engine: CudaEngine, blocks: Sequence[torch.Tensor], chain: CodecChain) -> list[EncodedBlock]:
-    nbytes = sum(chain.max_encoded_nbytes(block.numel()) for block in blocks)
-    out = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
-    return engine.encode([EncodeJob((block,), chain) for block in blocks], out)
-
-
-def job(encoded: EncodedBlock, chain: CodecChain, misaligned: int = 0) -> DecodeJob:
-    out = on_gpu(np.full(encoded.uncompressed_nbytes, 0xEE, np.uint8), misaligned)
-    return DecodeJob(encoded.data, encoded.row, chain, out)
+on_gpu, job = partial(tensor, device="cuda"), partial(cases.job, device="cuda")
 
 
 def same(tensor: torch.Tensor, block: np.ndarray) -> bool:
     return tensor.cpu().numpy().tobytes() == block.tobytes()
 
 
-def column(*values: int) -> np.ndarray:
+def row(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
@@ -94,14 +88,12 @@ def check_kernels(device: CudaDevice, width: int, signs: str, misaligned: int, c
     merged, copied = on_gpu(np.zeros(block.numel(), np.uint8), misaligned), on_gpu(np.ones(block.numel() + 9, np.uint8))
     results = torch.zeros((3, 1), dtype=torch.int32, device="cuda")
     with device.session([block]):
-        table = block_table(column(block.data_ptr()), column(block.numel()), column(width), column(1), addresses)
+        table = block_table(row(block.data_ptr()), row(block.numel()), row(width), row(1), addresses)
         device.kernels.inspect(table, results[0], results[1])
         device.kernels.split(table, results[1], results[2])
-        back = block_table(column(merged.data_ptr()), column(block.numel()), column(width), column(flags), addresses)
+        back = block_table(row(merged.data_ptr()), row(block.numel()), row(width), row(flags), addresses)
         device.kernels.merge(back)
-        device.kernels.copy(
-            copy_table(column(merged.data_ptr()), column(copied.data_ptr()), column(block.numel()), column(9))
-        )
+        device.kernels.copy(copy_table(row(merged.data_ptr()), row(copied.data_ptr()), row(block.numel()), row(9)))
     assert int(results[0].cpu().numpy().view(np.uint32)[0]) == checksum(block.cpu().numpy())
     assert int(results[2]) == flags
     for name, plane in expected.items():
@@ -146,10 +138,7 @@ def test_the_cpu_engine_reads_it_and_it_reads_the_cpu_engine(
 ) -> None:
     blocks = blocks_for(chain)
     encoded = encode(engine, [on_gpu(block, misaligned) for block in blocks], chain)
-    for block, one in zip(blocks, encoded, strict=True):
-        out = np.empty_like(block)
-        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
-        assert out.tobytes() == block.tobytes()
+    assert [decoded(one, chain) for one in encoded] == [block.tobytes() for block in blocks]
     if chain.coder is not None:  # trained floats shrink: slices are not just stored
         assert encoded[0].data.nbytes < 0.95 * blocks[0].size
     by_cpu = [cpu_encode(block, chain) for block in blocks]
@@ -171,7 +160,7 @@ def test_ans(engine: CudaEngine, data_type: str, width: int, slice_nbytes: int) 
 
 
 def test_thousands_of_small_blocks(engine: CudaEngine) -> None:
-    chain = CodecChain(Planes(2), Zstd())
+    chain = CodecChain(Planes(2), LITERALS_ONLY)
     blocks = [weights(2, 200 + seed % 50, seed=seed) for seed in range(3000)]
     encoded = encode(engine, [on_gpu(block) for block in blocks], chain)
     jobs = [job(one, chain) for one in encoded]
@@ -185,30 +174,25 @@ def test_blocks_of_different_chains_go_together(engine: CudaEngine) -> None:
     nbytes = sum(job.chain.max_encoded_nbytes(job.nbytes) for job in jobs)
     encoded = engine.encode(jobs, torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data)
     for (chain, block), one in zip(made, encoded, strict=True):
-        out = np.empty_like(block)
-        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
-        assert out.tobytes() == block.tobytes()
+        assert decoded(one, chain) == block.tobytes()
     back = [job(one, chain) for (chain, _), one in zip(made, encoded, strict=True)]
     engine.decode(back, verify="full")
     assert all(same(done.out, block) for (_, block), done in zip(made, back, strict=True))
 
 
 def test_blocks_that_are_no_run_of_memory(engine: CudaEngine) -> None:
-    chain = CodecChain(Planes(4), Zstd())
+    chain = CodecChain(Planes(4), LITERALS_ONLY)
     wide = torch.randn(700, 300, device="cuda")
     parts = (torch.randn(70_000, device="cuda"), wide[:3].t(), torch.randn((), device="cuda"))
     jobs = [EncodeJob((wide.t(),), chain), EncodeJob(parts, chain)]
     encoded = engine.encode(jobs, memoryview(bytearray(sum(chain.max_encoded_nbytes(one.nbytes) for one in jobs))))
     expected = [wide.t().contiguous().reshape(-1), torch.cat([part.contiguous().reshape(-1) for part in parts])]
-    for one, whole in zip(encoded, expected, strict=True):
-        out = np.empty(whole.nbytes, np.uint8)
-        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
-        assert out.tobytes() == whole.cpu().numpy().tobytes()
+    assert [decoded(one, chain) for one in encoded] == [whole.cpu().numpy().tobytes() for whole in expected]
 
 
 def test_engines_of_several_threads(device: CudaDevice) -> None:
     """Their streams are their own, and nvCOMP's memory is counted for each."""
-    chain, blocks = CodecChain(Planes(2), Zstd()), [weights(2, 1 << 19, seed=seed) for seed in range(40)]
+    chain, blocks = CodecChain(Planes(2), Deflate()), [weights(2, 1 << 19, seed=seed) for seed in range(40)]
     tensors = [on_gpu(block) for block in blocks]
 
     def work(_: int) -> None:
@@ -242,7 +226,7 @@ def test_a_slice_that_decodes_to_something_else(engine: CudaEngine, coder: Zstd 
 
 
 def test_a_flipped_byte(engine: CudaEngine) -> None:
-    chain = CodecChain(Planes(4), Zstd())
+    chain = CodecChain(Planes(4), LITERALS_ONLY)
     (encoded,) = encode(engine, [on_gpu(weights(4, 1 << 18))], chain)
     encoded.data[-20] ^= 1
     with pytest.raises(CorruptDataError, match="CRC"):
@@ -276,7 +260,7 @@ LITERALS = {
 @pytest.mark.parametrize("slice_nbytes", [128 << 10, 256 << 10, 1 << 20])
 @pytest.mark.parametrize("name", LITERALS)
 def test_frames_of_the_cpu_engines_own_encoder(engine: CudaEngine, name: str, slice_nbytes: int) -> None:
-    """Each form that `_literals.c` writes: nvCOMP's decoder is not libzstd's."""
+    """Each form that `_literals.c` writes."""
     chain, block = CodecChain(Bytes(), Zstd(slice_nbytes, literals_only=True)), LITERALS[name]
     encoded = cpu_encode(block, chain)
     assert len(encoded.data) < block.nbytes
@@ -291,7 +275,7 @@ LONG = 400_000_000  # clock cycles, some tenths of a second
 
 
 def test_encoding_waits_for_what_the_caller_has_under_way(engine: CudaEngine) -> None:
-    chain, block = CodecChain(Planes(4), Zstd()), weights(4, 1 << 18)
+    chain, block = CodecChain(Planes(4), LITERALS_ONLY), weights(4, 1 << 18)
     source, target = on_gpu(block), torch.zeros(block.size, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
@@ -299,13 +283,11 @@ def test_encoding_waits_for_what_the_caller_has_under_way(engine: CudaEngine) ->
         torch.cuda._sleep(LONG)
         target.copy_(source)
         (encoded,) = encode(engine, [target], chain)
-    out = np.empty_like(block)
-    CpuEngine().decode(encoded.data, encoded.row, chain, out, verify="full")
-    assert out.tobytes() == block.tobytes()
+    assert decoded(encoded, chain) == block.tobytes()
 
 
 def test_decoding_waits_too_and_is_complete_when_it_returns(engine: CudaEngine) -> None:
-    chain, block = CodecChain(Planes(4), Zstd()), weights(4, 1 << 18)
+    chain, block = CodecChain(Planes(4), LITERALS_ONLY), weights(4, 1 << 18)
     (encoded,) = encode(engine, [on_gpu(block)], chain)
     done = job(encoded, chain)
     torch.cuda.synchronize()
@@ -322,7 +304,7 @@ def test_a_batch_keeps_to_the_budget(device: CudaDevice) -> None:
     budget = 64 << 20
     engine = CudaEngine(device.torch_device, EnginePolicy(budget), backend=device)
     literals = Deflate(literals_only=True)
-    for chain in (chain_of(2, Zstd(), "exponent"), chain_of(4, literals, "exponent"), chain_of(0, None)):
+    for chain in (chain_of(2, LITERALS_ONLY, "exponent"), chain_of(4, literals, "exponent"), chain_of(0, None)):
         blocks = [on_gpu(weights(4, 1 << 18, seed=seed)) for seed in range(200)]
         encode(engine, blocks[:20], chain)  # nvCOMP's own memory becomes known
         gc.collect()
@@ -341,7 +323,7 @@ def test_a_batch_keeps_to_the_budget(device: CudaDevice) -> None:
 
 
 def test_without_memory_the_cpu_engine_takes_over(device: CudaDevice) -> None:
-    chain = CodecChain(Planes(4), Zstd())
+    chain = CodecChain(Planes(4), LITERALS_ONLY)
     blocks = [weights(4, 1 << 18, seed=seed) for seed in range(8)]
     tensors = [on_gpu(block) for block in blocks]
     engine = CudaEngine(device.torch_device, EnginePolicy(BUDGET), backend=device)
@@ -355,14 +337,11 @@ def test_without_memory_the_cpu_engine_takes_over(device: CudaDevice) -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert len(caught) == 1
-    for block, one in zip(blocks, encoded, strict=True):
-        out = np.empty_like(block)
-        CpuEngine().decode(one.data, one.row, chain, out, verify="full")
-        assert out.tobytes() == block.tobytes()
+    assert [decoded(one, chain) for one in encoded] == [block.tobytes() for block in blocks]
 
 
 def test_ordinary_host_memory_and_read_only_bytes(engine: CudaEngine) -> None:
-    chain, block = CodecChain(Planes(2), Zstd()), weights(2, 1 << 19)
+    chain, block = CodecChain(Planes(2), LITERALS_ONLY), weights(2, 1 << 19)
     out = memoryview(bytearray(chain.max_encoded_nbytes(block.size)))
     (encoded,) = engine.encode([EncodeJob((on_gpu(block),), chain)], out)
     done = DecodeJob(memoryview(bytes(encoded.data)), encoded.row, chain, on_gpu(np.zeros_like(block)))

@@ -10,8 +10,7 @@ import pytest
 from dcp_nvcomp.engines.cuda.batches import THREADS
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, kernel_source
 
-from .kernel_resources import ARCHITECTURES, PROGRAMS, resources_of
-from .nvrtc import compile_to_cubin, load_nvrtc
+from .kernel_resources import ARCHITECTURES, PROGRAMS, compile_to_cubin, load_nvrtc, resources_of
 
 
 @pytest.fixture(scope="module")

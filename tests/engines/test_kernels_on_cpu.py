@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ from tests.effort import examples
 
 from .cases import SIGNS, floats
 from .kernels_on_cpu import compiled_kernels
+from .literal_coding import GuardPages
 
 CANARY = 0x5C
 
@@ -158,45 +157,25 @@ def test_crc_tables_append_zeros(nbytes: int) -> None:
     assert power_table()[0, 0] == 1 << 31
 
 
-@pytest.fixture
-def guarded() -> Callable[[int], Memory]:
-    """Memory that ends where reading or writing one byte more ends the process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    kept: list[mmap.mmap] = []
-
-    def allocate(nbytes: int) -> Memory:
-        pages = -(-nbytes // mmap.PAGESIZE)
-        mapped = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
-        kept.append(mapped)
-        everything = np.frombuffer(mapped, np.uint8)
-        guard = everything.ctypes.data + pages * mmap.PAGESIZE
-        assert libc.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-        memory = Memory(0)
-        memory.bytes = everything[pages * mmap.PAGESIZE - nbytes : pages * mmap.PAGESIZE]
-        memory.address = memory.bytes.ctypes.data
-        return memory
-
-    return allocate
-
-
 @pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 33, 1000, TILE_NBYTES // 2 + 3])
 @pytest.mark.parametrize("signs", SIGNS)
 def test_no_byte_is_read_or_written_behind_the_end(
-    launched: LaunchedKernels, guarded: Callable[[int], Memory], width: int, count: int, signs: str
+    launched: LaunchedKernels, width: int, count: int, signs: str
 ) -> None:
-    codec, block = Planes(width), guarded(count * width)
-    block.bytes[:] = floats(width, count, signs, count)
-    flags, expected = planes_reference.split(torch.from_numpy(block.bytes), codec, pack=True)
+    guarded, nbytes = GuardPages().allocate, count * width
+    codec, block = Planes(width), guarded(nbytes)
+    block[:] = floats(width, count, signs, count)
+    flags, expected = planes_reference.split(torch.from_numpy(block), codec, pack=True)
     planes = {name: guarded(-(-plane.numel() // 16) * 16) for name, plane in expected.items()}
     # a plane whose length is no multiple of 16 can't end at the guard and begin aligned: give it its 16 bytes of room
-    addresses = np.array([[planes[n].address if n in planes else 0 for n in PLANE_NAMES]], np.int64)
+    addresses = np.array([[planes[n].ctypes.data if n in planes else 0 for n in PLANE_NAMES]], np.int64)
     crc, seen, flags_out = results(1), results(1), results(1)
-    table = block_table(column(block.address), column(block.bytes.size), column(width), column(1), addresses)
+    table = block_table(column(block.ctypes.data), column(nbytes), column(width), column(1), addresses)
     launched.inspect(table, crc, seen)
     launched.split(table, seen, flags_out)
     assert flags_out[0] == flags
-    out, copied = guarded(count * width), guarded(count * width)
-    launched.merge(block_table(column(out.address), column(out.bytes.size), column(width), column(flags), addresses))
-    launched.copy(copy_table(column(out.address), column(copied.address), column(out.bytes.size), column(0)))
-    assert copied.bytes.tobytes() == block.bytes.tobytes()
+    out, copied = guarded(nbytes), guarded(nbytes)
+    launched.merge(block_table(column(out.ctypes.data), column(nbytes), column(width), column(flags), addresses))
+    launched.copy(copy_table(column(out.ctypes.data), column(copied.ctypes.data), column(nbytes), column(0)))
+    assert copied.tobytes() == block.tobytes()

@@ -10,9 +10,8 @@ import torch
 
 from dcp_nvcomp.engines.cuda.literals import LiteralCoders, LiteralKernels
 
-from .guard_pages import GuardPages
 from .kernels_on_cpu import emulated_launch
-from .literal_coding import GuardedDevice, decode, libzstd
+from .literal_coding import GuardedDevice, GuardPages, decode, libzstd
 
 # Of this length are all slices here; all of them are zeros, if they can be decoded.
 NBYTES = 40
@@ -105,6 +104,7 @@ CORRUPT = {
     "an empty raw block": frame(block(0, 0, b"")),
     "a compressed block longer than the slice": framed(literals(listed(1, *[0] * 60))),
     "a block of no kind": frame(block(3, NBYTES, ZEROS)),
+    "a byte after the frame": framed(literals()) + b"\0",
     "a block too short": frame(block(0, NBYTES - 1, ZEROS[1:])),
     "a short block before the last": frame(block(1, 10, b"\0", last=False), block(1, 10, b"\0")),
     "no last block": frame(block(1, NBYTES, b"\0", last=False)),

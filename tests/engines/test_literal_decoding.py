@@ -15,9 +15,8 @@ from dcp_nvcomp.engines.cuda.literals import PLAN_NBYTES, LiteralCoders, Literal
 from tests.codecs.literal_slices import damaged
 from tests.effort import THOROUGH, examples
 
-from .guard_pages import GuardPages
 from .kernels_on_cpu import emulated_launch
-from .literal_coding import GuardedDevice, cpu_frame, decode, encode, libzstd
+from .literal_coding import GuardedDevice, GuardPages, cpu_frame, decode, encode, libzstd
 from .literal_slices import KIB, made_slice, skewed
 
 # compiled where there is a C compiler

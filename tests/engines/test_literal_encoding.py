@@ -11,19 +11,15 @@ import pytest
 import torch
 
 from dcp_nvcomp.codecs import CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
 from dcp_nvcomp.engines.cuda.literals import LiteralCoders, LiteralFrames, LiteralKernels
-from dcp_nvcomp.errors import CodecUnavailableError
 from tests.codecs import zstd_oracle
 from tests.effort import THOROUGH
 
-from .cases import cpu_encode, job, tensor, weights
-from .kernels_on_cpu import ReferenceKernels
+from .cases import cpu_encode, decoded, job, tensor, weights
 from .literal_coding import CODER, GuardedArena, GuardedDevice, check, encode, too_long
 from .literal_slices import KIB, deep, exponent_planes, made_slice, skewed
-from .nvcomp_stand_in import StandInDevice
 
 # compiled where there is a C compiler
 pytest.importorskip("dcp_nvcomp.codecs.coders._literals")
@@ -149,10 +145,9 @@ def test_equal_weights_of_many_symbols_are_stored(device: GuardedDevice, coders:
 
 
 def test_what_it_serves(coders: LiteralCoders) -> None:
-    assert coders.encodes(CODER) and coders.decodes(CODER) and coders.decodes(Zstd())
+    assert coders.encodes(CODER)
     for coder in (None, Deflate(), Zstd(), Zstd(256 * KIB, literals_only=True)):
         assert not coders.encodes(coder)
-    assert not coders.decodes(None) and not coders.decodes(Deflate())
 
 
 def test_the_memory_that_it_says_it_takes(
@@ -180,14 +175,9 @@ def test_impossible_lengths_are_an_error(device: GuardedDevice) -> None:
             frames.nbytes()
 
 
-def test_a_device_without_the_kernels() -> None:
-    with pytest.raises(CodecUnavailableError):
-        LiteralCoders(StandInDevice(ReferenceKernels()))
-
-
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_batches_of_blocks(literals_library: ctypes.CDLL, width: int) -> None:
-    """In the place of nvCOMP: the CPU engine reads what is encoded, and what the CPU engine encoded is decoded."""
+    """The CPU engine reads what is encoded, and what the CPU engine encoded is decoded."""
     device = GuardedDevice(literals_library)
     coders, chain = LiteralCoders(device), CodecChain(Planes(width), Zstd(4 * KIB, literals_only=True))
     blocks = [weights(width, count, seed=count) for count in (1, 7, 4096, 30_000)]
@@ -198,9 +188,8 @@ def test_batches_of_blocks(literals_library: ctypes.CDLL, width: int) -> None:
     assert not encoded.wrong
     assert min(encoder.costs_nbytes(jobs)) > 0
     for block, mine in zip(blocks, encoded.blocks, strict=True):
-        theirs, decoded = cpu_encode(block, chain), np.empty(block.size, np.uint8)
-        CpuEngine().decode(mine.data, mine.row, chain, decoded, verify="full")
-        assert decoded.tobytes() == block.tobytes()
+        theirs = cpu_encode(block, chain)
+        assert decoded(mine, chain) == block.tobytes()
         assert mine.data.nbytes <= theirs.data.nbytes
         from_cpu, from_gpu = job(theirs, chain), job(mine, chain)
         # small slices of the CPU engine are libzstd's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
+from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
+from dcp_nvcomp.errors import CorruptDataError
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.loading import job as loading
+from dcp_nvcomp.loading.destinations import Region
 from dcp_nvcomp.loading.job import LoadJob, LoadOptions
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
@@ -147,7 +151,7 @@ class Storage:
 @pytest.mark.parametrize("threads", [1, 2, 8])
 def test_what_is_fetched_keeps_to_the_host_memory_budget(on_the_engine: StandInPool, budget: int, threads: int) -> None:
     for parallel_reads, copies in ((4, 3), (1, 1)):
-        options = LoadOptions(threads, budget, budget, "stored", "auto", "auto", None)  # type: ignore[arg-type]
+        options = LoadOptions(threads, budget, budget, "stored", "auto", None)  # type: ignore[arg-type]
         job = LoadJob(Storage(parallel_reads, copies), None, options, conversions=None)  # type: ignore[arg-type]
         assert job._threads >= threads + 2, "some fetch while others decode"
         for wanted_nbytes in (0, 1 << 30, 1 << 40):
@@ -167,7 +171,7 @@ def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: S
     active, most, lock = 0, 0, threading.Lock()
 
     class Watched(NvcompStandIn):
-        def called(self, name: str, slices: int) -> None:
+        def called(self, name: str, slices: int, *, by_kernels: bool = False) -> None:
             nonlocal active, most
             with lock:
                 active += 1
@@ -175,7 +179,7 @@ def test_threads_share_the_device_memory_budget(tmp_path: Path, on_the_engine: S
             time.sleep(0.002)
             with lock:
                 active -= 1
-            super().called(name, slices)
+            super().called(name, slices, by_kernels=by_kernels)
 
     on_the_engine.nvcomp = Watched
     into = destination(state)
@@ -306,7 +310,7 @@ def test_a_block_that_is_damaged_in_the_file_is_named(
 
 
 def test_without_a_gpu_nothing_changes(on_the_engine: StandInPool) -> None:
-    options = LoadOptions(4, 1 << 30, 1 << 30, "stored", "cpu", "auto", None)  # type: ignore[arg-type]
+    options = LoadOptions(4, 1 << 30, 1 << 30, "stored", "cpu", None)  # type: ignore[arg-type]
     job = LoadJob(Storage(1, 1), None, options, conversions=None)  # type: ignore[arg-type]
     assert job._threads == 4
     assert job._longest_read(1 << 40) == 4 << 20
@@ -322,3 +326,45 @@ def test_small_shards_never_go_through_the_host(
     load_into(tmp_path, into)
     assert_same(into, state)
     assert len(on_the_engine.calls("decode")) <= 1
+
+
+# ---- a corrupt block is read again after the engine was given back ---------------------------------------------------
+
+
+STATE = {"a": torch.randn(3000, 200), "w": torch.randn(3000, 200)}  # narrow: blocks are runs of memory
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["in place", "through scratch memory"])
+def test_others_may_use_the_engine_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strided: bool) -> None:
+    save(tmp_path, STATE, codec="planes-zstd", engine="cpu")
+    monkeypatch.setattr(decoding, "pinned_allocate", plain_allocate)
+    install_stand_ins(monkeypatch, ReferenceKernels())
+    decode, read, place = CudaEngine.decode_checked, PosixFilesystem.read, Region.place
+    found: list[object] = []
+    free: list[int] = []
+    placed: Counter[object] = Counter()
+
+    def finds_the_last_corrupt(self: CudaEngine, jobs: Any, *, verify: str) -> None:
+        decode(self, jobs, verify=verify)
+        last = jobs[-1].byte_range
+        if len(found) < 2 and last not in found and (not strided or sum(placed.values())):
+            found.append(last)
+            raise CorruptDataError("It looks corrupt.", byte_range=last)
+
+    def watched(self: PosixFilesystem, name: str, start: int, stop: int) -> bytes:
+        if (start, stop) in found:
+            free.append(shared_pool()._engines(torch.device("cpu")).free.qsize())
+        return read(self, name, start, stop)
+
+    def counted(self: Region, block: Any, data: torch.Tensor) -> None:
+        placed[id(self), block] += 1
+        place(self, block, data)
+
+    monkeypatch.setattr(CudaEngine, "decode_checked", finds_the_last_corrupt)
+    monkeypatch.setattr(PosixFilesystem, "read", watched)
+    monkeypatch.setattr(Region, "place", counted)
+    into = {key: torch.zeros(200, 3000).t() if strided else torch.zeros(3000, 200) for key in STATE}
+    load_into(tmp_path, into, thread_count=1, device_memory_budget=16 << 20)
+    assert_same(into, STATE)
+    assert len(found) == (2 if strided else 1) and free == [ENGINES_PER_DEVICE] * len(found)
+    assert set(placed.values()) <= {1}, "each block once"

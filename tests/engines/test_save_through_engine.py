@@ -247,7 +247,7 @@ def test_with_engine_cuda_a_failing_gpu_fails_the_save_and_leaves_nothing(
         raise KeyError("broken")
 
     on_the_engine.nvcomp = lambda: NvcompStandIn(fail)
-    writer = NvcompWriter(tmp_path, codec="zstd", engine="cuda")
+    writer = NvcompWriter(tmp_path, codec="planes-zstd", engine="cuda")
     with pytest.raises(CheckpointException, match=r"broken.*engine='cuda'"):
         dcp.save(many(200, 100_000), storage_writer=writer, no_dist=True)
     assert list(tmp_path.iterdir()) == []

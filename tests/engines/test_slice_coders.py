@@ -1,8 +1,11 @@
-"""nvCOMP's Zstd or our own kernels: who codes what, and that nothing but time depends on it."""
+"""Our kernels for Zstd, nvCOMP for all else: what codes what, and that nothing but time depends on it."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,51 +13,43 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import ConfigurationError, NvcompReader, NvcompWriter
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.base import BlockRow, EncodedBlock, checksum, padded
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda import slice_coders
-from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
 from dcp_nvcomp.engines.cuda.device import Launch
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
-from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP
+from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
+from dcp_nvcomp.engines.cuda.health import LITERALS
 from dcp_nvcomp.engines.cuda.pool import run_self_test
-from dcp_nvcomp.engines.cuda.slice_coders import faster_nvcomp
 from dcp_nvcomp.engines.tensors import plain_allocate
+from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import buffers
-from tests.checkpoints import load, save
+from tests.checkpoints import assert_loads, load, save
 from tests.states import assert_same
 
-from .cases import BUDGET, cpu_encode, encode, job, tensor, weights
+from .cases import BUDGET, CHAIN, OWN, cpu_encode, decoded, encode, job, tensor, weights
 from .kernels_on_cpu import ReferenceKernels, emulated_launch
-from .nvcomp_stand_in import NvcompStandIn, NvcompWithoutZstd, StandInDevice
+from .nvcomp_stand_in import NvcompStandIn, NvcompWithout, StandInDevice
 from .reference_literals import ReferenceLiterals
-from .stand_in_pool import install_stand_ins
+from .stand_in_pool import StandInPool, install_stand_ins
 
 KIB = 1 << 10
 CPU = torch.device("cpu")
-CHAIN = CodecChain(Planes(2), Zstd(4 * KIB, literals_only=True))
+LITERALS_ONLY = CodecChain(Planes(2), Zstd(4 * KIB, literals_only=True))
+FLOATS = [weights(4, 2500, seed=seed) for seed in range(3)]
 BLOCKS = [weights(2, count, seed=count) for count in (3_000, 9_001, 1)]
 
 
-@pytest.fixture
-def launch() -> Launch:
-    return ReferenceLiterals()
+def engine_of(launch: Launch | None = None, nvcomp: NvcompStandIn | None = None) -> CudaEngine:
+    return CudaEngine(CPU, EnginePolicy(BUDGET), backend=StandInDevice(ReferenceKernels(), nvcomp, literals=launch))
 
 
-def decoded(encoded: EncodedBlock, chain: CodecChain) -> bytes:
-    """What the CPU engine makes of a block."""
-    out = np.empty(encoded.uncompressed_nbytes, np.uint8)
-    CpuEngine().decode(encoded.data, encoded.row, chain, out, verify="full")
-    return out.tobytes()
-
-
-def engine_of(launch: Launch | None, zstd: str = "auto", nvcomp: NvcompStandIn | None = None) -> CudaEngine:
-    device = StandInDevice(ReferenceKernels(), nvcomp, literals=launch)
-    return CudaEngine(CPU, EnginePolicy(BUDGET, zstd=zstd), backend=device)
+class WithoutLiterals(StandInDevice):
+    def compile(self, sources: Sequence[str], options: Sequence[str], names: Sequence[str]) -> Launch:
+        raise CodecUnavailableError("The kernels do not compile here.")
 
 
 def nvcomp_calls(engine: CudaEngine) -> list[tuple[str, int]]:
@@ -62,7 +57,7 @@ def nvcomp_calls(engine: CudaEngine) -> list[tuple[str, int]]:
     return calls
 
 
-def assert_codes(engine: CudaEngine, chain: CodecChain = CHAIN) -> list[EncodedBlock]:
+def assert_codes(engine: CudaEngine, chain: CodecChain = LITERALS_ONLY) -> list[EncodedBlock]:
     """The CPU engine reads what the engine encodes, and the engine what the CPU engine encodes."""
     encoded = encode(engine, [tensor(block) for block in BLOCKS], chain)
     assert [decoded(one, chain) for one in encoded] == [block.tobytes() for block in BLOCKS]
@@ -72,109 +67,34 @@ def assert_codes(engine: CudaEngine, chain: CodecChain = CHAIN) -> list[EncodedB
     return encoded
 
 
-def test_nvcomp_by_name(launch: Launch) -> None:
-    engine = engine_of(launch, NVCOMP)
-    assert_codes(engine)
-    assert {name for name, _ in nvcomp_calls(engine)} == {"encode", "decode"}
-    assert engine._device.nvcomp.calls and engine.coders._literals is None, "not even compiled"
-
-
-@pytest.mark.parametrize("zstd", [LITERALS, "auto"])
-def test_literals_by_name_and_by_default(launch: Launch, zstd: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slice_coders, "_rates", lambda: {"another GPU": {}})
-    engine = engine_of(launch, zstd)
+@pytest.mark.parametrize("compiled", [False, True], ids=["reference", "compiled"])
+def test_literals_are_coded_by_our_kernels(request: pytest.FixtureRequest, compiled: bool) -> None:
+    library: ctypes.CDLL | None = request.getfixturevalue("literals_library") if compiled else None
+    engine = engine_of(None if library is None else emulated_launch(library, order=0))
+    run_self_test(engine, CPU)
+    assert not engine.health.refused and engine.health.unusable is None
+    nvcomp_calls(engine).clear()
     assert not any(block.was_wrong for block in assert_codes(engine))
     # the CPU engine leaves small slices to libzstd, whose frames can have matches
     assert {name for name, _ in nvcomp_calls(engine)} <= {"decode"}
-    nvcomp_calls(engine).clear()
+
+
+def test_deflate_is_coded_by_nvcomp() -> None:
+    engine = engine_of()
     assert_codes(engine, CodecChain(Planes(2), Deflate(4 * KIB, literals_only=True)))
-    assert {name for name, _ in nvcomp_calls(engine)} == {"encode", "decode"}, "the rest is nvCOMP's"
+    assert {name for name, _ in nvcomp_calls(engine)} == {"encode", "decode"}
+    assert engine.coders._literals is None, "not even compiled"
 
 
-def test_the_real_kernels(literals_library: ctypes.CDLL) -> None:
-    engine = engine_of(emulated_launch(literals_library, order=0), LITERALS)
-    assert not any(block.was_wrong for block in assert_codes(engine))
-
-
-def test_literals_where_nvcomp_fails_its_self_test(launch: Launch) -> None:
-    engine = engine_of(launch, nvcomp=NvcompWithoutZstd())
-    run_self_test(engine, CPU)
-    assert engine.health.refused.keys() == {(NVCOMP, Zstd)} and engine.health.unusable is None
-    assert (LITERALS, Zstd, ENCODE) in engine.health.tested
-    nvcomp_calls(engine).clear()
-    assert not any(block.was_wrong for block in assert_codes(engine))
-    assert nvcomp_calls(engine) == []
-    assert engine.health.wrong_blocks == 0
-
-
-def test_a_gpu_on_which_nvcomp_was_measured_to_be_faster(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slice_coders, "faster_nvcomp", lambda gpu: frozenset({"decode"} if gpu == "stand-in" else ()))
-    engine = engine_of(launch)
-    run_self_test(engine, CPU)
-    assert (LITERALS, Zstd, ENCODE) in engine.health.tested, "before they are used"
-    nvcomp_calls(engine).clear()
-    assert_codes(engine)
-    assert {name for name, _ in nvcomp_calls(engine)} == {"decode"}, "nvCOMP decodes, and so checks, what ours encode"
-
-
-def test_nvcomps_encoder_of_zstd_is_not_used_unasked(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended in an illegal instruction on an H200, which takes the GPU from the whole process."""
-    monkeypatch.setattr(slice_coders, "_rates", dict)
+def test_zstd_with_matches_is_encoded_by_the_cpu_without_a_warning() -> None:
     with_matches = CodecChain(Bytes(), Zstd(4 * KIB))
-    for literals in (launch, None):
-        engine = engine_of(literals)
-        assert not engine.coders.encodes(with_matches) and engine.coders.decodes(with_matches)
-        assert engine.coders.encodes(CHAIN) == (literals is not None)
-        assert_codes(engine, with_matches)
-        assert {name for name, _ in nvcomp_calls(engine)} <= {"decode"}
-    assert engine_of(launch, NVCOMP).coders.encodes(with_matches)
+    engine = engine_of()
+    assert not engine.coders.encodes(with_matches) and engine.coders.decodes(with_matches)
+    assert_codes(engine, with_matches)
 
 
-class NvcompOfManyBytes(NvcompStandIn):
-    """nvCOMP whose encoder of Zstd takes a lot of memory for any batch, as the real one does."""
-
-    taken_nbytes = 2 * BUDGET
-
-    def called(self, name: str, slices: int) -> None:
-        super().called(name, slices)
-        if name == "encode":
-            self.allocate(self.taken_nbytes)
-
-
-def test_an_encoder_that_takes_more_than_the_budget(launch: Launch) -> None:
-    """What it takes is learnt from the self-test, by all engines of the device; the CPU encodes without a warning."""
-    nvcomp = NvcompOfManyBytes()
-    engine = engine_of(launch, NVCOMP, nvcomp)
-    run_self_test(engine, CPU)
-    assert engine.health.unusable is None and not engine.health.refused
-    assert (NVCOMP, Zstd, DECODE) in engine.health.tested and (NVCOMP, Zstd, ENCODE) not in engine.health.tested
-    assert not engine.coders.encodes(CHAIN) and engine.coders.decodes(CHAIN)
-    assert_codes(engine)
-    engine.set_policy(EnginePolicy(3 * BUDGET, zstd=NVCOMP))
-    assert engine.coders.encodes(CHAIN)
-    run_self_test(engine, CPU)
-    assert (NVCOMP, Zstd, ENCODE) in engine.health.tested
-    before = len(nvcomp_calls(engine))
-    assert_codes(engine)
-    assert any(name == "encode" for name, _ in nvcomp_calls(engine)[before:])
-
-
-def test_rates_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower = {"encode": {"nvcomp": 2.0, "literals": 3.0}, "decode": {"nvcomp": 2.0, "literals": 2.0}}
-    measured = {"A": slower, "B": {"encode": {"nvcomp": 4.0, "literals": 3.0}}}
-    monkeypatch.setattr("dcp_nvcomp.engines.cuda.slice_coders._rates", lambda: measured)
-    assert faster_nvcomp("A") == frozenset() and faster_nvcomp("B") == {"encode"} and faster_nvcomp("C") == frozenset()
-
-
-def test_the_self_test_leaves_out_what_is_not_used(launch: Launch) -> None:
-    engine = engine_of(launch, NVCOMP)
-    run_self_test(engine, CPU)
-    assert engine.health.tested == {(NVCOMP, coder, way) for coder in (Zstd, Deflate) for way in (ENCODE, DECODE)}
-    engine.set_policy(EnginePolicy(BUDGET, zstd=LITERALS))
-    before = len(nvcomp_calls(engine))
-    run_self_test(engine, CPU)
-    assert (LITERALS, Zstd, ENCODE) in engine.health.tested and not engine.health.refused
-    assert len(nvcomp_calls(engine)) == before, "nvCOMP was tested before"
+OTHERS = CodecChain(Bytes(), LITERALS_ONLY.coder)
+REPEATED = np.tile(np.random.default_rng(3).geometric(0.2, 500).astype(np.uint8), 24)
 
 
 def with_matches(block: np.ndarray) -> EncodedBlock:
@@ -186,29 +106,26 @@ def with_matches(block: np.ndarray) -> EncodedBlock:
     return EncodedBlock(memoryview(stored), row, block.size)
 
 
-OTHERS = CodecChain(Bytes(), CHAIN.coder)
-REPEATED = np.tile(np.random.default_rng(3).geometric(0.2, 500).astype(np.uint8), 24)
-
-
-@pytest.mark.parametrize("nvcomp", [NvcompStandIn, NvcompWithoutZstd])
-def test_frames_of_other_encoders(launch: Launch, nvcomp: type[NvcompStandIn]) -> None:
-    """Nothing is wrong with them: nvCOMP decodes them, or without it the CPU engine, and nobody is warned."""
-    engine = engine_of(launch, "literals", nvcomp())
+@pytest.mark.parametrize("without", ["", "Zstd"])
+def test_frames_of_other_encoders(without: str) -> None:
+    """Nothing is wrong with them: nvCOMP decodes them, or without it the CPU engine, and there is no warning."""
+    engine = engine_of(nvcomp=NvcompWithout(without))
     run_self_test(engine, CPU)
+    assert engine.health.refused.keys() == ({Zstd.name} if without else set()) and engine.health.unusable is None
     nvcomp_calls(engine).clear()
-    ours = encode(engine, [tensor(BLOCKS[0])], CHAIN)[0]
+    ours = encode(engine, [tensor(BLOCKS[0])], LITERALS_ONLY)[0]
     others = with_matches(REPEATED)
-    jobs = [job(ours, CHAIN), job(others, OTHERS), job(ours, CHAIN)]
+    jobs = [job(ours, LITERALS_ONLY), job(others, OTHERS), job(ours, LITERALS_ONLY)]
     engine.decode(jobs, verify="stored")
     expected = [BLOCKS[0], REPEATED, BLOCKS[0]]
     assert [one.out.numpy().tobytes() for one in jobs] == [block.tobytes() for block in expected]
-    slices = len(others.row.slice_nbytes)
-    assert nvcomp_calls(engine) == ([("decode", slices)] if nvcomp is NvcompStandIn else [])
+    assert nvcomp_calls(engine) == ([] if without else [("decode", len(others.row.slice_nbytes))])
     assert engine.health.wrong_blocks == 0
 
 
-def spoiling(launch: Launch, kernel: str) -> Launch:
+def spoiling(kernel: str) -> Launch:
     """Start kernels, but for one of them, which is left out."""
+    launch = ReferenceLiterals()
 
     def spoiled(name: str, blocks: int, arguments: tuple[int, ...]) -> None:
         if name != kernel:
@@ -218,74 +135,145 @@ def spoiling(launch: Launch, kernel: str) -> Launch:
 
 
 @pytest.mark.parametrize("kernel", ["measure_slices", "write_slices", "decode_slices"])
-def test_kernels_that_do_nothing(launch: Launch, kernel: str) -> None:
-    """Found by the check of each batch, and by the self-test, after which nobody is asked to use them again."""
-    engine = engine_of(spoiling(launch, kernel), "literals")
+def test_kernels_that_do_nothing(kernel: str) -> None:
+    """Found by the check of each batch, and by the self-test, after which they are not used again."""
     with pytest.warns(RuntimeWarning):
-        encoded = encode(engine, [tensor(block) for block in BLOCKS], CHAIN)
-    assert [decoded(one, CHAIN) for one in encoded] == [block.tobytes() for block in BLOCKS]
-    engine = engine_of(spoiling(launch, kernel), "literals")
-    run_self_test(engine, CPU)
-    assert engine.health.refused.keys() == {(LITERALS, Zstd)} and engine.health.unusable is None
-    assert not engine.coders.encodes(CHAIN), "what was asked for by name is not replaced"
-    nvcomp_calls(engine).clear()
-    with pytest.warns(RuntimeWarning, match="coded with zstd"):
-        assert_codes(engine)
-    assert nvcomp_calls(engine) == []
-    engine.set_policy(EnginePolicy(BUDGET))
-    assert engine.coders.encodes(CHAIN)
+        assert_codes(engine_of(spoiling(kernel)))
+    assert_left_out(engine_of(spoiling(kernel)))
 
 
 def test_kernels_that_do_not_compile() -> None:
-    engine = engine_of(None, "literals")
+    engine = CudaEngine(CPU, EnginePolicy(BUDGET), backend=WithoutLiterals(ReferenceKernels()))
+    assert_left_out(engine)
+    assert "CodecUnavailableError" in engine.health.refused[LITERALS]
+
+
+def assert_left_out(engine: CudaEngine) -> None:
+    """The CPU encodes in the place of our kernels, and nvCOMP decodes."""
     run_self_test(engine, CPU)
-    assert "CodecUnavailableError" in engine.health.refused[LITERALS, Zstd]
-    assert not engine.coders.encodes(CHAIN)
+    assert engine.health.refused.keys() == {LITERALS} and engine.health.unusable is None
+    assert not engine.coders.encodes(LITERALS_ONLY) and engine.coders.decodes(LITERALS_ONLY)
+    nvcomp_calls(engine).clear()
     with pytest.warns(RuntimeWarning, match="coded with zstd"):
         assert_codes(engine)
-    assert engine_of(None).coders.encodes(CHAIN)
+    assert {name for name, _ in nvcomp_calls(engine)} == {"decode"}
 
 
-def test_nvcomp_by_name_is_not_replaced(launch: Launch) -> None:
-    engine = engine_of(launch, "nvcomp", NvcompWithoutZstd())
-    run_self_test(engine, CPU)
-    assert not {(LITERALS, Zstd, ENCODE), (LITERALS, Zstd, DECODE)} & engine.health.tested
-    with pytest.warns(RuntimeWarning, match="coded with zstd"):
-        assert_codes(engine)
-    assert not engine.coders.encodes(CHAIN) and engine.coders._literals is None
-
-
-def test_whole_checkpoints(tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (buffers, decoding):
         monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
     stand_ins = install_stand_ins(monkeypatch, ReferenceKernels(), self_test=True)
-    stand_ins.literals = launch
     state = {"w": torch.randn(300, 100) / 50, "h": torch.randn(30_000).bfloat16(), "z": torch.zeros(5)}
-    options = {"cuda_zstd": "literals", "device_memory_budget": 8 << 20}
-    save(tmp_path, state, codec="planes-zstd", **options)
-    assert (len(stand_ins.calls("encode")), len(stand_ins.calls("decode"))) == (1, 3), "the self-test's alone"
-    assert_same(load(tmp_path, state, **options), state)
-    assert len(stand_ins.calls("decode")) == 3, "nor does nvCOMP decode anything"
+    save(tmp_path, state, codec="planes-zstd", device_memory_budget=8 << 20)
+    calls = [name for device in stand_ins.devices for name, _ in device.nvcomp.calls]
+    assert sorted(calls) == ["decode"] * 3 + ["encode"], "the self-test's alone"
     assert_same(load(tmp_path, state, device_memory_budget=8 << 20), state)
+    assert len([name for device in stand_ins.devices for name, _ in device.nvcomp.calls]) == 4
     assert_same(load(tmp_path, state, engine="cpu", verify="full"), state)
 
 
-def test_a_load_where_nvcomp_fails_its_self_test(launch: Launch) -> None:
-    """What a footer says of a coder is not whether its frames are of literals only."""
-    engine = engine_of(launch, nvcomp=NvcompWithoutZstd())
-    run_self_test(engine, CPU)
-    read = CodecChain(Planes(2), Zstd(4 * KIB))
-    assert engine.coders.decodes(read) and not engine.coders.encodes(read)
-    ours = encode(engine, [tensor(BLOCKS[0])], CHAIN)[0]
-    engine._copying = None  # type: ignore[assignment]  # the CPU engine is not asked
-    back = job(ours, read)
-    engine._decode_served([back], "stored")
-    assert back.out.numpy().tobytes() == BLOCKS[0].tobytes()
+# ---- a coder that alone fails the self-test --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [NvcompReader, NvcompWriter])
-def test_the_option(tmp_path: Path, kind: Any) -> None:
-    save(tmp_path, {"w": torch.ones(1)})
-    with pytest.raises(ConfigurationError, match="cuda_zstd='zstd' must be one of 'auto', 'nvcomp', 'literals'"):
-        kind(tmp_path, cuda_zstd="zstd")
-    assert "cuda_zstd='nvcomp'" in repr(kind(tmp_path, cuda_zstd="nvcomp"))
+STATE = {f"{at:02}": torch.randn(50_000) for at in range(24)} | {f"small.{at}": torch.randn(40) for at in range(9)}
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> StandInPool:
+    for module in (buffers, decoding):
+        monkeypatch.setattr(module, "pinned_allocate", plain_allocate)
+    made = install_stand_ins(monkeypatch, ReferenceKernels(), self_test=True)
+    made.nvcomp = NvcompWithout
+    return made
+
+
+@pytest.fixture
+def cpu_threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the threads that code blocks on the CPU; none may be that of an engine of the GPU."""
+    seen: set[str] = set()
+    cpu_work, decode = CpuEngine.encode_beside, CpuEngine.decode
+
+    def watched_encode(self: CpuEngine, *given: Any) -> tuple[list[EncodedBlock], int]:
+        seen.add(threading.current_thread().name)
+        return cpu_work(self, *given)
+
+    def watched_decode(self: CpuEngine, *given: Any, **more: Any) -> None:
+        seen.add(threading.current_thread().name)
+        decode(self, *given, **more)
+
+    def copying(*given: Any, **more: Any) -> Any:
+        raise AssertionError("through an engine of the GPU")
+
+    monkeypatch.setattr(CpuEngine, "encode_beside", watched_encode)
+    monkeypatch.setattr(CpuEngine, "decode", watched_decode)
+    monkeypatch.setattr(CopyingEngine, "encode_block", copying)
+    monkeypatch.setattr(CopyingEngine, "decoded", copying)
+    return seen
+
+
+def test_a_save_leaves_its_blocks_to_all_cpu_threads(
+    tmp_path: Path, stand_ins: StandInPool, cpu_threads: set[str]
+) -> None:
+    with pytest.warns(
+        RuntimeWarning, match=r"coded with deflate .*slower CPU engine.*nvCOMP error: unsupported"
+    ) as caught:
+        save(tmp_path, STATE, codec="planes-deflate", thread_count=4)
+    assert sum(issubclass(one.category, RuntimeWarning) for one in caught) == 1
+    assert any("dcp-encode" in name for name in cpu_threads)
+    assert not any("dcp-cuda" in name for name in cpu_threads)
+    assert_loads(tmp_path, STATE, engine="cpu", verify="full")
+    # the next one is silent, and other coders run on the GPU as before
+    save(tmp_path / "again", STATE, codec="planes-deflate")
+    before = len(stand_ins.calls("encode"))
+    save(tmp_path / "zstd", STATE, codec="planes-zstd")
+    assert len(stand_ins.calls("encode")) > before
+    assert_loads(tmp_path / "zstd", STATE, engine="cpu", verify="full")
+
+
+def test_a_load_leaves_its_blocks_to_all_cpu_threads(
+    tmp_path: Path, stand_ins: StandInPool, cpu_threads: set[str]
+) -> None:
+    save(tmp_path, STATE, codec="planes-deflate", engine="cpu")
+    cpu_threads.clear()
+    with pytest.warns(RuntimeWarning, match=r"coded with deflate .*slower CPU engine") as caught:
+        assert_same(load(tmp_path, STATE), STATE)
+    assert sum(issubclass(one.category, RuntimeWarning) for one in caught) == 1
+    assert cpu_threads - {"MainThread"} == {"dcp-load"}, "and the self-test's"
+    assert stand_ins.devices and stand_ins.devices[0].copies_in == 2, "of the self-test's Zstd alone"
+
+
+def test_with_engine_cuda_that_is_an_error(tmp_path: Path, stand_ins: StandInPool) -> None:
+    with pytest.raises(CheckpointException, match=r"engine='cuda' can't run here: deflate failed its self-test"):
+        save(tmp_path / "a", STATE, codec="planes-deflate", engine="cuda")
+    save(tmp_path / "b", STATE, codec="planes-deflate", engine="cpu")
+    with pytest.raises(CheckpointException, match=r"engine='cuda' can't run here: deflate failed its self-test"):
+        load(tmp_path / "b", STATE, engine="cuda")
+    save(tmp_path / "c", STATE, codec="planes-zstd", engine="cuda")
+    assert_same(load(tmp_path / "c", STATE, engine="cuda"), STATE)
+
+
+def refusing(policy: EnginePolicy) -> CudaEngine:
+    engine = CudaEngine(torch.device("cpu"), policy, backend=StandInDevice(ReferenceKernels()))
+    engine.health.refused[Deflate.name] = "RuntimeError: unsupported"
+    return engine
+
+
+def test_an_engine_warns_once_and_runs_other_coders() -> None:
+    engine = refusing(EnginePolicy(BUDGET))
+    with pytest.warns(RuntimeWarning, match="coded with deflate .*RuntimeError: unsupported") as caught:
+        encoded = encode(engine, [tensor(block) for block in FLOATS], CHAIN)
+    assert len(caught) == 1
+    jobs = [job(one, CHAIN) for one in encoded]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.decode(jobs, verify="full")
+    assert [done.out.numpy().tobytes() for done in jobs] == [np.asarray(block).tobytes() for block in FLOATS]
+
+
+def test_an_engine_that_may_not_fall_back_raises() -> None:
+    engine = refusing(EnginePolicy(BUDGET, may_fall_back=False))
+    with pytest.raises(CodecUnavailableError, match="deflate failed its self-test"):
+        encode(engine, [tensor(FLOATS[0])], CHAIN)
+    with pytest.raises(CodecUnavailableError, match="deflate failed its self-test"):
+        engine.decode([job(cpu_encode(FLOATS[0], CHAIN), CHAIN)], verify="stored")
+    encode(engine, [tensor(FLOATS[0])], OWN)

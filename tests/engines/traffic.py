@@ -1,12 +1,11 @@
 """Counts what a batch costs: bytes through a GPU's memory, launches, and how often the host waits.
 
-The engine runs on the stand-in, and every kernel's table says what it reads and writes. Of nvCOMP only that is known
-which it must do at least: read its input and write its output.
+The engine runs on the stand-in, and every kernel's table says what it reads and writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
 
 from .kernels_on_cpu import ReferenceKernels
-from .nvcomp_stand_in import BatchArray, NvcompStandIn, StandInDevice
+from .nvcomp_stand_in import StandInDevice
 from .reference_literals import ReferenceLiterals
 
 __all__ = ["Traffic", "traffic"]
@@ -38,15 +37,13 @@ class Traffic:
     Attributes:
         read: bytes read from device memory for each byte of the blocks.
         written: bytes written to it.
-        launches: of our own kernels.
-        nvcomp_calls: of nvCOMP, each of which launches several kernels.
+        launches: of kernels.
         waits: how often the host waits for the device.
     """
 
     read: float = 0
     written: float = 0
     launches: int = 0
-    nvcomp_calls: int = 0
     waits: int = 0
 
     def moved(self, read_nbytes: int, written_nbytes: int) -> None:
@@ -98,37 +95,10 @@ class _Literals(ReferenceLiterals):
         self._count.moved(*self.moved)
 
 
-class _Nvcomp(NvcompStandIn):
-    """Counts what a call must read and write at least."""
-
-    def __init__(self, count: Traffic) -> None:
-        super().__init__()
-        self._count = count
-
-    def Codec(self, **options: Any) -> Any:  # noqa: N802
-        codec = super().Codec(**options)
-        codec.encode = self._counted(codec.encode)  # type: ignore[method-assign]
-        codec.decode = self._counted(codec.decode)  # type: ignore[method-assign]
-        return codec
-
-    def _counted(self, call: Callable[..., BatchArray]) -> Callable[..., BatchArray]:
-        def counted(source: BatchArray, **more: Any) -> BatchArray:
-            result = call(source, **more)
-            self._count.nvcomp_calls += 1
-            self._count.moved(_nbytes(source), _nbytes(result))
-            return result
-
-        return counted
-
-
-def _nbytes(batch: BatchArray) -> int:
-    return sum(array.size for array in batch.arrays())
-
-
 class _Device(StandInDevice):
     def __init__(self, count: Traffic) -> None:
         self._count = count
-        super().__init__(_Kernels(count), _Nvcomp(count), literals=_Literals(count))
+        super().__init__(_Kernels(count), literals=_Literals(count))
 
     @contextmanager
     def session(self, tensors: Sequence[Tensor], after: Sequence[Any] = ()) -> Iterator[None]:
@@ -149,7 +119,6 @@ class _Device(StandInDevice):
 def _counted_torch(count: Traffic) -> Iterator[None]:
     """Count what the engine does with tensors itself: it brings results to the host, and spoils memory."""
     cpu, invert = Tensor.cpu, Tensor.bitwise_not_
-    sizes = BatchArray.buffer_sizes
 
     def counted_cpu(self: Tensor) -> Tensor:
         count.waits += 1
@@ -160,16 +129,7 @@ def _counted_torch(count: Traffic) -> Iterator[None]:
         count.moved(nbytes, nbytes)
         return invert(self)
 
-    def counted_sizes(self: BatchArray) -> list[int]:
-        count.waits += 1
-        found: list[int] = sizes.__get__(self)
-        return found
-
-    with (
-        patch.object(Tensor, "cpu", counted_cpu),
-        patch.object(Tensor, "bitwise_not_", counted_invert),
-        patch.object(BatchArray, "buffer_sizes", property(counted_sizes)),
-    ):
+    with patch.object(Tensor, "cpu", counted_cpu), patch.object(Tensor, "bitwise_not_", counted_invert):
         yield
 
 
@@ -178,15 +138,10 @@ def _weights() -> Tensor:
     return torch.from_numpy((values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8))
 
 
-def traffic(zstd: str, *, check_encodes: bool) -> tuple[Traffic, Traffic]:
-    """Encode and decode a batch of bfloat16 weights under `planes-zstd`; return what each cost.
-
-    Args:
-        zstd: `"nvcomp"` or `"literals"`.
-        check_encodes: as in `EnginePolicy`.
-    """
+def traffic(*, check_encodes: bool) -> tuple[Traffic, Traffic]:
+    """Encode and decode a batch of bfloat16 weights under `planes-zstd`; return what each cost."""
     chain, count = CodecChain(Planes(2), Zstd(literals_only=True)), Traffic()
-    policy = EnginePolicy(1 << 30, check_encodes=check_encodes, zstd=zstd)
+    policy = EnginePolicy(1 << 30, check_encodes=check_encodes)
     engine = CudaEngine(torch.device("cpu"), policy, backend=_Device(count))
     blocks = [block.contiguous() for block in _weights().chunk(_BLOCKS)]
     out = memoryview(bytearray(_BLOCKS * chain.max_encoded_nbytes(_BLOCK_NBYTES)))

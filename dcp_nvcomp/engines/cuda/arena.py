@@ -17,12 +17,14 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
+from dcp_nvcomp.engines.cuda.batches import fitting
 from dcp_nvcomp.engines.cuda.support import load_nvcomp
 
 # As cudaMalloc aligns at least; nvCOMP wants its scratch memory aligned to 256 at most.
@@ -90,6 +92,7 @@ class Arena:
         self._region: _Region | None = None
         self._limit_nbytes = _LEAST_NBYTES
         self._refused_nbytes = sys.maxsize
+        self._lent_nbytes = 0
 
     @property
     def _reserved_nbytes(self) -> int:
@@ -101,6 +104,15 @@ class Arena:
         if self._region is None:
             self._reserve(self._limit_nbytes)
         return self._reserved_nbytes
+
+    def reserve(self) -> None:
+        """Reserve what the limit allows, or what there is of it."""
+        try:
+            nbytes = self.capacity_nbytes
+        except Exception as error:
+            raise torch.OutOfMemoryError(f"no memory can be reserved ({type(error).__name__}: {error})") from error
+        if nbytes == 0:
+            raise torch.OutOfMemoryError("the device has no memory left for an engine")
 
     def set_limit(self, nbytes: int) -> None:
         """Hold at most so much from now on; what differs now is given back, and reserved again when it is needed."""
@@ -120,14 +132,43 @@ class Arena:
 
     def grow(self, nbytes: int) -> None:
         """Make room for one batch that takes more than the limit, if the device has so much, until `settle`."""
+        nbytes += self._lent_nbytes
         wanted_nbytes = _rounded(nbytes) + ALIGNMENT_NBYTES
         if self.capacity_nbytes < nbytes and wanted_nbytes < self._refused_nbytes:
             self.release()
             self._try(wanted_nbytes)
 
-    def settle(self) -> None:
-        """Give back what `grow` reserved beyond the limit."""
-        self.shrink(self._limit_nbytes)
+    def fitting(self, costs: Sequence[int], start: int, most: int) -> int:
+        """Return how many blocks make the next batch, and have room for them."""
+        room_nbytes = min(self.capacity_nbytes, self._limit_nbytes) - self._lent_nbytes
+        count = fitting(costs, start, most, room_nbytes)
+        if count == 1:
+            self.grow(costs[start])
+        return count
+
+    def take_scratch(self, nbytes: int, costs: Sequence[int]) -> Tensor:
+        """Return memory for decoded blocks, beside which each can be decoded."""
+        need_nbytes = nbytes + max(costs)
+        if len(costs) == 1:
+            self.grow(need_nbytes)
+        elif need_nbytes > min(self.capacity_nbytes, self._limit_nbytes):
+            raise torch.OutOfMemoryError(f"an engine does not have {need_nbytes} bytes")
+        return self.empty(nbytes)
+
+    @contextmanager
+    def lending(self, scratch: Tensor) -> Iterator[None]:
+        """Limit batches meanwhile to what this leaves."""
+        self._lent_nbytes = scratch.numel()
+        try:
+            yield
+        finally:
+            self._lent_nbytes = 0
+
+    def settle(self, most_nbytes: int | None = None) -> None:
+        """Give back what is held beyond the limit, or beyond `most_nbytes`."""
+        # what can't be given back is no reason to fail: if the GPU is broken, the next batch finds out
+        with suppress(Exception):
+            self.shrink(self._limit_nbytes if most_nbytes is None else most_nbytes)
 
     def release(self) -> None:
         """Give all memory back that is not in use; what is in use follows when it no longer is."""

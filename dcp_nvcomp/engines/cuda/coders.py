@@ -1,4 +1,4 @@
-"""nvCOMP's coders on batches of slices: Zstd, Deflate and ANS as bare streams, one for each slice.
+"""nvCOMP's coders on batches of slices: Deflate, ANS, and the decoder of Zstd, as bare streams, one for each slice.
 
 `_ALGORITHMS` lists the coders that nvCOMP serves; the CPU engine runs chains with any other.
 
@@ -91,36 +91,26 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Scratch memory that nvCOMP takes for itself: per decoded byte, per slice, and in any case."""
+    """Scratch memory that nvCOMP takes for itself: per decoded byte and per slice."""
 
     per_byte: float
     per_slice: int
-    fixed_nbytes: int = 0
 
     def nbytes(self, coded_nbytes: int, slices: int) -> int:
-        """Return what a batch takes, but for what any batch takes."""
+        """Return what a batch takes."""
         return int(coded_nbytes * self.per_byte) + slices * self.per_slice
 
 
-# What nvCOMP 6.0's temp-size functions answer without a GPU (Zstd decode 3 n + 6.9 KB, Deflate 1 up to 9.5 n + 38 KB,
-# none for Deflate 0 and ANS). Zstd's encoder takes 1.63 n, and 1.13 GB in any case with slices of 64 KiB and more
-# (nvCOMP 6.0.0.12 on an H100): that depends on the GPU, and is learnt from the first attempt.
-_ENCODE_WORKSPACE = {
-    "Zstd": Workspace(4, 16 << 10),
-    "Deflate": Workspace(0, 256),
-    "Deflate matching": Workspace(9.5, 40 << 10),
-    "ANS": Workspace(0, 256),
-}
-_DECODE_WORKSPACE = {
-    "Zstd": Workspace(3.05, 8 << 10),
-    "Deflate": Workspace(0, 256),
-    "Deflate matching": Workspace(0, 256),
-    "ANS": Workspace(0, 256),
-}
-
 ENCODE: Final = "encode"
 DECODE: Final = "decode"
-_WORKSPACES = {ENCODE: _ENCODE_WORKSPACE, DECODE: _DECODE_WORKSPACE}
+
+# What nvCOMP 6.0's temp-size functions answer without a GPU (Zstd decode 3 n + 6.9 KB, Deflate 1 up to 9.5 n + 38 KB);
+# none for Deflate 0 and ANS, nor to decode Deflate 1.
+_WORKSPACES = {
+    (DECODE, "Zstd"): Workspace(3.05, 8 << 10),
+    (ENCODE, "Deflate matching"): Workspace(9.5, 40 << 10),
+}
+_NO_WORKSPACE = Workspace(0, 256)
 
 # nvCOMP's `algorithm_type` of Deflate: 0 codes literals only, 1 searches for matches.
 _DEFLATE_LITERALS, _DEFLATE_MATCHES = 0, 1
@@ -187,7 +177,7 @@ class NvcompCoders:
         self._decompress_configs: dict[tuple[Coder, bytes], Any] = {}
 
     def _workspace(self, direction: str, kind: str) -> Workspace:
-        return self._workspaces.get((direction, kind)) or _WORKSPACES[direction][kind]
+        return self._workspaces.get((direction, kind)) or _WORKSPACES.get((direction, kind), _NO_WORKSPACE)
 
     @property
     def version(self) -> str:
@@ -222,10 +212,6 @@ class NvcompCoders:
         )
         workspace = self._workspace(ENCODE, _algorithm(coder).kind)
         return slots + workspace.nbytes(int(lengths.sum()), lengths.size)
-
-    def encode_fixed_nbytes(self, coder: Coder) -> int:
-        """Return the device memory that encoding any batch takes besides, as far as it is known."""
-        return self._workspace(ENCODE, _algorithm(coder).kind).fixed_nbytes
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         """Return the device memory that decoding slices of these lengths takes, in addition to slices and frames."""
@@ -291,10 +277,7 @@ class NvcompCoders:
             known = self._workspace(direction, kind)
             taken = memory.peak_nbytes(stream) - before_nbytes + memory.refused_nbytes(stream)
             excess = taken - known.nbytes(int(lengths.sum()), lengths.size)
-            # decoding is asked for block by block, where nothing counts once for a batch
-            if excess > known.fixed_nbytes and direction == ENCODE:
-                self._workspaces[direction, kind] = replace(known, fixed_nbytes=excess)
-            elif excess > 0 and direction == DECODE:
+            if excess > 0:
                 per_byte = known.per_byte + excess / int(lengths.sum())
                 self._workspaces[direction, kind] = replace(known, per_byte=per_byte)
 

@@ -36,7 +36,6 @@ from dcp_nvcomp.engines.cuda.batches import (
     starts_of,
 )
 from dcp_nvcomp.engines.cuda.device import Device
-from dcp_nvcomp.engines.cuda.frame_checks import frame_faults
 from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceDecoding
 from dcp_nvcomp.errors import CorruptDataError
 
@@ -79,7 +78,6 @@ class JobChecks:
 
     def __init__(self) -> None:
         self._layouts = Layouts(every_plane=False)
-        self._batches = BatchLayouts(every_plane=False)
 
     def check(self, job: DecodeJob) -> None:
         """Check a block; of `job.out` only the length matters.
@@ -102,21 +100,6 @@ class JobChecks:
             _refuse(job, "A slice does not fit into its block.")
         if sum(map(padded, stored)) + layout.stored_nbytes > job.data.nbytes:
             _refuse(job, "The block is shorter than its slices.")
-
-    def frame_faults(self, jobs: Sequence[DecodeJob]) -> dict[int, str]:
-        """Return the numbers of the checked blocks that a GPU must not see, and what is wrong with a frame of each.
-
-        All of them at once: many take little longer than one.
-        """
-        if all(job.chain.coder is None for job in jobs):
-            return {}
-        layout = _layout_of(self._batches, jobs)
-        nbytes = np.array([job.data.nbytes for job in jobs], np.int64)
-        starts = starts_of(padded_nbytes(nbytes))[:-1]
-        runs = [
-            (np.frombuffer(run, np.uint8), start) for run, start in zip(*_host_runs(jobs, nbytes, starts), strict=True)
-        ]
-        return faults_of(layout, _slice_nbytes(jobs), starts, runs)
 
 
 @dataclass(frozen=True)
@@ -290,31 +273,6 @@ def _layout_of(batches: BatchLayouts, jobs: Sequence[DecodeJob]) -> BatchLayout:
 
 def _slice_nbytes(jobs: Sequence[DecodeJob]) -> I64:
     return np.array([size for job in jobs for size in job.row.slice_nbytes], np.int64)
-
-
-def faults_of(
-    layout: BatchLayout, slice_nbytes: I64, starts: I64, runs: Sequence[tuple[npt.NDArray[np.uint8], int]]
-) -> dict[int, str]:
-    """Return the numbers of the blocks that a GPU must not see, and what is wrong with a frame of each.
-
-    Args:
-        layout: the blocks' layout.
-        slice_nbytes: of each slice, its encoded length.
-        starts: of each block, where it begins.
-        runs: the memory that holds them, and where each part of it begins.
-    """
-    pieces = layout.pieces
-    stored_nbytes, places = _stored_pieces(pieces, slice_nbytes, starts)
-    framed = pieces.coded & (stored_nbytes < pieces.lengths)
-    faults: dict[int, str] = {}
-    for memory, run_start in runs:
-        within = framed & (places >= run_start) & (places < run_start + memory.size)
-        for coder, number in layout.coders.items():
-            which = np.flatnonzero(within & (layout.coder_of_piece == number))
-            sizes = stored_nbytes[which], pieces.lengths[which]
-            for at, what in frame_faults(coder, memory, places[which] - run_start, *sizes).items():
-                faults[int(pieces.block[which[at]])] = what
-    return faults
 
 
 def _stored_pieces(pieces: Pieces, slice_nbytes: I64, encoded: I64) -> tuple[I64, I64]:

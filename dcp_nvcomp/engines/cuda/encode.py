@@ -33,7 +33,7 @@ from dcp_nvcomp.engines.cuda.batches import (
     padded_nbytes,
     starts_of,
 )
-from dcp_nvcomp.engines.cuda.decode import U32, BatchDecoder, EncodedBlocks, faults_of, read_crcs, start_crcs
+from dcp_nvcomp.engines.cuda.decode import U32, BatchDecoder, EncodedBlocks, read_crcs, start_crcs
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceFrames
 
@@ -107,11 +107,6 @@ class BatchEncoder:
             costs.append(known[key])
         return costs
 
-    def fixed_nbytes(self, jobs: Sequence[EncodeJob]) -> int:
-        """Return the device memory that a batch of some of these blocks takes besides."""
-        coders = {job.chain.coder for job in {id(job.chain): job for job in jobs}.values()} - {None}
-        return max((self._coders.encode_fixed_nbytes(coder) for coder in coders if coder is not None), default=0)
-
     def _cost_nbytes(self, job: EncodeJob) -> int:
         chain, nbytes = job.chain, job.nbytes
         layout = self._layouts.get(chain, nbytes, 0)
@@ -162,7 +157,7 @@ class BatchEncoder:
             )
         ]
         if self._decoder is not None:
-            wrong |= self._arrived_wrong(self._decoder.layout(layout), slice_nbytes, bounds, out, encoded)
+            wrong |= self._arrived_wrong(encoded)
         return encoded, wrong
 
     def _check(
@@ -181,18 +176,10 @@ class BatchEncoder:
         scratch[: int(blocks.layout.scratch_starts[-1])].bitwise_not_()
         return {*self._decoder.decode_on_device(blocks, run, starts, scratch)}
 
-    def _arrived_wrong(
-        self, layout: BatchLayout, slice_nbytes: I64, bounds: I64, out: memoryview, encoded: Sequence[EncodedBlock]
-    ) -> set[int]:
-        """Return the blocks that are not in host memory as they were checked, or have an invalid frame.
-
-        Neither the copy nor the device's CRCs are believed. And a decoder on a GPU may not mind what others refuse,
-        such as a byte after a frame.
-        """
+    def _arrived_wrong(self, encoded: Sequence[EncodedBlock]) -> set[int]:
+        """Return the blocks that are not in host memory as they were checked: neither copy nor CRCs are believed."""
         crcs = _checksums([block.data for block in encoded])
-        wrong = {at for at, crc in enumerate(crcs) if crc != encoded[at].row.encoded_crc}
-        memory = np.frombuffer(out[: int(bounds[-1])], np.uint8)
-        return wrong | {*faults_of(layout, slice_nbytes, bounds[:-1], [(memory, 0)])}
+        return {at for at, crc in enumerate(crcs) if crc != encoded[at].row.encoded_crc}
 
     def _split(self, layout: BatchLayout, data: I64, results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, I64]:
         """Inspect the blocks and bring them into scratch memory; returns it, and where each block's pieces begin."""

@@ -15,7 +15,7 @@ CRC is compared with the one in the file; what differs is left to the CPU engine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, checksum
-from dcp_nvcomp.engines.cuda.batches import fitting, padded_nbytes, starts_of
+from dcp_nvcomp.engines.cuda.batches import padded_nbytes, starts_of
 from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobChecks
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
@@ -37,81 +37,6 @@ from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 T = TypeVar("T")
 
 
-class EngineMemory:
-    """Memory of an engine. Only `retry` may be called by several threads at once."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._arena = device.arena
-        self._budget_nbytes = 0
-        self._scratch_nbytes = 0
-
-    def set_budget(self, nbytes: int) -> None:
-        """Work for another save or load, which allows so much; what is held beyond that is given back."""
-        assert nbytes > 0
-        self._budget_nbytes = nbytes
-        with self._device.current():
-            self._arena.set_limit(nbytes)
-
-    def reserve(self) -> None:
-        """Reserve what the budget allows, or what there is of it."""
-        try:
-            with self._device.current():
-                nbytes = self._arena.capacity_nbytes
-        except Exception as error:
-            raise torch.OutOfMemoryError(f"no memory can be reserved ({type(error).__name__}: {error})") from error
-        if nbytes == 0:
-            raise torch.OutOfMemoryError("the device has no memory left for an engine")
-
-    def make_room(self, nbytes: int) -> None:
-        """Have room for one batch, be it more than the budget."""
-        with self._device.current():
-            self._arena.grow(nbytes + self._scratch_nbytes)
-
-    def fitting(self, costs: Sequence[int], start: int, most: int, fixed_nbytes: int = 0) -> int:
-        """Return how many blocks make the next batch, which takes `fixed_nbytes` besides, and have room for them."""
-        with self._device.current():
-            room_nbytes = min(self._arena.capacity_nbytes, self._budget_nbytes) - self._scratch_nbytes
-        count = fitting(costs, start, most, room_nbytes - fixed_nbytes)
-        if count == 1:
-            self.make_room(costs[start] + fixed_nbytes)
-        return count
-
-    def take_scratch(self, nbytes: int, costs: Sequence[int]) -> Tensor:
-        """Return memory for decoded blocks, beside which each can be decoded."""
-        need_nbytes = nbytes + max(costs)
-        with self._device.current():
-            if len(costs) == 1:
-                self._arena.grow(need_nbytes)
-            elif need_nbytes > min(self._arena.capacity_nbytes, self._budget_nbytes):
-                raise torch.OutOfMemoryError(f"an engine does not have {need_nbytes} bytes")
-            return self._arena.empty(nbytes)
-
-    @contextmanager
-    def beside(self, scratch: Tensor) -> Iterator[None]:
-        """Limit batches meanwhile to what this leaves of the budget."""
-        self._scratch_nbytes = scratch.numel()
-        try:
-            yield
-        finally:
-            self._scratch_nbytes = 0
-
-    def retry(self) -> None:
-        """Ask the device again for what it did not have; any thread may call this."""
-        self._arena.retry()
-
-    def settle(self, most_nbytes: int | None = None) -> None:
-        """Give back what is held beyond the budget, or beyond `most_nbytes`."""
-        # what can't be given back is no reason to fail: if the GPU is broken, the next batch finds out
-        with suppress(Exception), self._device.current():
-            self._arena.settle() if most_nbytes is None else self._arena.shrink(most_nbytes)
-
-    def release(self) -> None:
-        """Give back everything that is not in use."""
-        with self._device.current():
-            self._arena.release()
-
-
 class CudaEngine:
     """Encodes and decodes blocks in GPU memory. Not for several threads at once.
 
@@ -119,6 +44,8 @@ class CudaEngine:
     CPU engine, with one warning. So is a block that came out wrong. Blocks of codecs that it does not know are always
     left to the CPU engine.
     """
+
+    _encoder_type = BatchEncoder
 
     def __init__(
         self,
@@ -130,7 +57,7 @@ class CudaEngine:
     ) -> None:
         self._device = CudaDevice(device) if backend is None else backend
         self.health = health or DeviceHealth(str(device))
-        self.memory = EngineMemory(self._device)
+        self.memory = self._device.arena
         self.coders = DeviceCoders(self._device, self.health)
         self._decoder = BatchDecoder(self._device, self.coders)
         self._checks = JobChecks()
@@ -142,15 +69,12 @@ class CudaEngine:
         """Work for another save or load."""
         self._policy = policy
         self._fall_back = FallBack(self.health, policy)
-        self.memory.set_budget(policy.device_memory_budget)
-        self.coders.prefer(policy.zstd, policy.device_memory_budget)
+        self.memory.set_limit(policy.device_memory_budget)
         # each keeps what it has worked out of batches, which the next task and the next save have again
         if policy.check_encodes not in self._encoders:
-            self._encoders[policy.check_encodes] = self._made_encoder(self._decoder if policy.check_encodes else None)
+            decoder = self._decoder if policy.check_encodes else None
+            self._encoders[policy.check_encodes] = self._encoder_type(self._device, self.coders, decoder)
         self._encoder = self._encoders[policy.check_encodes]
-
-    def _made_encoder(self, decoder: BatchDecoder | None) -> BatchEncoder:
-        return BatchEncoder(self._device, self.coders, decoder)
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         served = _served([job.chain for job in jobs], self.coders.encodes)
@@ -168,7 +92,7 @@ class CudaEngine:
         encoded: list[EncodedBlock] = []
         position, most = 0, len(jobs)
         while len(encoded) < len(jobs):
-            count = self._fitting(costs, len(encoded), most, lambda: self._encoder.fixed_nbytes(jobs))
+            count = self._fitting(costs, len(encoded), most)
             batch, room = jobs[len(encoded) : len(encoded) + count], out[position:]
             done = self._encode_batch(batch, room)
             if done is None:
@@ -215,14 +139,8 @@ class CudaEngine:
         self.decode_checked(jobs, verify=verify)
 
     def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        """`decode`, of blocks that passed `JobChecks.check`.
-
-        One with a frame that is no frame, or an odd one, is left to the CPU engine, which refuses it or decodes it.
-        """
+        """`decode`, of blocks that passed `JobChecks.check`."""
         served = _served([job.chain for job in jobs], self.coders.decodes)
-        if self.health.unusable is None:
-            faults = self._checks.frame_faults([jobs[at] for at in served])
-            served = [at for number, at in enumerate(served) if number not in faults]
         others = sorted({*range(len(jobs))} - {*served})
         for at in others:
             self._fall_back.of_chain(jobs[at].chain, DECODE)
@@ -278,7 +196,7 @@ class CudaEngine:
     def encode_unaided(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
         """Encode a batch, and raise an error of any type if the GPU fails or is wrong."""
         with self._device.current():
-            self.memory.make_room(sum(self._encoder.costs_nbytes(jobs)) + self._encoder.fixed_nbytes(jobs))
+            self.memory.grow(sum(self._encoder.costs_nbytes(jobs)))
         batch = self._encoder.encode(jobs, out)
         if batch.wrong:
             raise RuntimeError("a block was encoded to wrong bytes")
@@ -287,7 +205,7 @@ class CudaEngine:
     def decode_unaided(self, jobs: Sequence[DecodeJob]) -> None:
         """Decode a batch, and raise an error of any type if the GPU fails or is wrong."""
         with self._device.current():
-            self.memory.make_room(sum(self._decoder.costs_nbytes(jobs)))
+            self.memory.grow(sum(self._decoder.costs_nbytes(jobs)))
         if self._decoder.decode(jobs):
             raise RuntimeError("a block was decoded to wrong bytes")
 
@@ -301,7 +219,7 @@ class CudaEngine:
                 take = self.memory.take_scratch
                 memory = self._attempt(lambda: take(starts[-1], self._decode_costs(jobs)))
         if memory is not None:
-            with self.memory.beside(memory):
+            with self.memory.lending(memory):
                 places = zip(jobs, starts[:-1], strict=True)
                 yield [replace(job, out=memory[start : start + job.out.numel()]) for job, start in places]
             return
@@ -330,12 +248,12 @@ class CudaEngine:
             costs = self._attempt(work)
         return [self._policy.device_memory_budget] * count if costs is None else costs
 
-    def _fitting(self, costs: Sequence[int], start: int, most: int, fixed_nbytes: Callable[[], int] = lambda: 0) -> int:
+    def _fitting(self, costs: Sequence[int], start: int, most: int) -> int:
         """Return how many blocks make the next batch."""
         if self.health.unusable is not None:
             return min(most, len(costs) - start)
         # without memory the next attempt fails too, and the CPU takes the block
-        return self._attempt(lambda: self.memory.fitting(costs, start, most, fixed_nbytes())) or 1
+        return self._attempt(lambda: self.memory.fitting(costs, start, most)) or 1
 
     def _attempt(self, work: Callable[[], T]) -> T | None:
         """Do some work; return None if the GPU failed. All that it held is free again by then."""
@@ -346,6 +264,10 @@ class CudaEngine:
         except Exception as error:  # nvCOMP, CuPy and torch raise errors of many types
             self._copying.reason = f"{type(error).__name__}: {error}"
             return None
+
+
+# What saves and loads use: an engine, whether it works on the GPU or leaves everything to the CPU.
+BlockEngine = CudaEngine | CopyingEngine
 
 
 def _served(chains: Sequence[CodecChain], serves: Callable[[CodecChain], bool]) -> list[int]:

@@ -1,6 +1,5 @@
 """What saves and loads ask of an engine for blocks of a GPU, and the CPU engine in its place.
 
-BlockEngine     the engine, whether it works on the GPU or leaves everything to the CPU
 FallBack        before the CPU engine does a GPU's work: a warning, or, where the CPU may not or can't, an error
 CopyingEngine   blocks of a GPU through the CPU engine. It uses nothing but torch's own copies on the calling thread's
                 stream, so that whatever is wrong with nvCOMP, CuPy or the kernels does not matter here
@@ -9,9 +8,8 @@ CopyingEngine   blocks of a GPU through the CPU engine. It uses nothing but torc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,23 +31,6 @@ class EnginePolicy:
     device_memory_budget: int
     check_encodes: bool = True  # True if each batch that was encoded is decoded again
     may_fall_back: bool = True  # True if the CPU may take what the GPU fails at; else that is an error
-    zstd: str = "auto"  # what codes Zstd, one of `options.CudaZstd`
-
-
-class BlockEngine(Protocol):
-    """What a save or load does with an engine for blocks of a GPU."""
-
-    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
-        """Encode blocks; see `CudaEngine.encode`."""
-
-    def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        """Decode blocks that passed `JobChecks`; see `CudaEngine.decode`."""
-
-    def scratch(self, jobs: Sequence[DecodeJob]) -> AbstractContextManager[Sequence[DecodeJob] | None]:
-        """Lend memory for blocks that have no destination of their own; see `CudaEngine.scratch`."""
-
-    def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Copies between these tensors, complete at the end."""
 
 
 class FallBack:
@@ -67,7 +48,7 @@ class FallBack:
 
     def of_chain(self, chain: CodecChain, direction: str) -> None:
         """The GPU does not take a block of this chain: be it that it never does, or that its self-test failed."""
-        refusal = refusal_of(self._health, chain, self._policy.zstd, direction)
+        refusal = refusal_of(self._health, chain, direction)
         if refusal is not None:
             if not self._policy.may_fall_back:
                 raise CodecUnavailableError(f"engine='cuda' can't run here: {refusal}. Use engine='auto' or 'cpu'.")

@@ -14,9 +14,7 @@ from dcp_nvcomp.codecs.base import CodecChain, Coder
 from dcp_nvcomp.engines.cuda.coders import Workspace
 from dcp_nvcomp.engines.notices import warn
 
-# What codes on a GPU: nvCOMP, and the kernels of literals.py.
-NVCOMP: Final = "nvcomp"
-LITERALS: Final = "literals"
+LITERALS: Final = "literals"  # the kernels of literals.py; nvCOMP's coders go by the coder's name
 
 FAILURES_IN_A_ROW: Final = 3
 
@@ -27,9 +25,8 @@ class DeviceHealth:
     def __init__(self, name: str) -> None:
         self.name = name
         self.broken: str | None = None
-        self.refused: dict[tuple[str, type[Coder]], str] = {}
-        self.tested: set[tuple[str, type[Coder], str]] = set()  # and the direction: "encode", "decode"
-        self.nvcomp_is_faster: frozenset[str] = frozenset()  # directions, on GPUs of this kind: see slice_coders.py
+        self.is_tested = False
+        self.refused: dict[str, str] = {}  # what failed the self-test, and how
         self.workspaces: dict[tuple[str, str], Workspace] = {}  # of nvCOMP's coders, as seen: see coders.py
         self.wrong_blocks = 0
         self._lock = threading.Lock()
@@ -46,13 +43,13 @@ class DeviceHealth:
             return f"it failed {FAILURES_IN_A_ROW} times in a row, last: {self._last}"
         return None
 
-    def refuse(self, provider: str, coder: type[Coder], error: Exception) -> None:
+    def refuse(self, name: str, error: Exception) -> None:
         """Leave a coder alone from now on."""
-        self.refused[provider, coder] = f"{type(error).__name__}: {error}"
+        self.refused[name] = f"{type(error).__name__}: {error}"
 
-    def refusal(self, coder: Coder, providers: Sequence[str]) -> str | None:
+    def refusal(self, coder: Coder, names: Sequence[str]) -> str | None:
         """Return why a coder is not run here; None if one of these may run it."""
-        found = [self.refused.get((one, type(coder))) for one in providers]
+        found = [self.refused.get(name) for name in names]
         return None if None in found else f"{coder.name} failed its self-test ({found[0]})"
 
     def left_out(self, chain: CodecChain, refusal: str) -> None:

@@ -1,7 +1,8 @@
-"""Our own coder of literals-only zstd frames on a GPU: the kernels of kernels/literals*.cu, in the place of nvCOMP's.
+"""Our own coder of literals-only zstd frames on a GPU: the kernels of kernels/literals*.cu.
 
 It encodes for `Zstd(literals_only=True)` with slices of at most 128 KiB, and decodes what it or the compiled CPU
-encoder wrote. slice_coders.py chooses between the two, and has their common interface.
+encoder wrote. Whatever a frame says, its decoder reads and writes only what it is given, and reports what is not
+exactly a frame of literals.
 """
 
 from __future__ import annotations
@@ -117,16 +118,8 @@ class LiteralCoders:
         """Return True if it can encode for this coder."""
         return isinstance(coder, Zstd) and coder.literals_only and coder.slice_nbytes <= MAX_SLICE_NBYTES
 
-    @staticmethod
-    def decodes(coder: Coder | None) -> bool:
-        """Return True if it can decode frames of this coder: not all of them, perhaps, but it reports the others."""
-        return isinstance(coder, Zstd)
-
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return lengths.size * (PLAN_NBYTES + 4 + 8 + 2 * 8)
-
-    def encode_fixed_nbytes(self, coder: Coder) -> int:
-        return 0
 
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return lengths.size * (4 * 8 + 4)
@@ -145,7 +138,7 @@ class LiteralCoders:
     def decode(
         self, coder: Coder, encoded: Tensor, at: I64, nbytes: I64, scratch: Tensor, places: I64, lengths: I64
     ) -> LiteralDecoding:
-        assert self.decodes(coder) and (places % 16 == 0).all() and encoded.numel() % 4 == 0
+        assert isinstance(coder, Zstd) and (places % 16 == 0).all() and encoded.numel() % 4 == 0
         assert int((places + lengths).max()) <= scratch.numel() and int((at + nbytes).max()) <= encoded.numel()
         rows = self._upload(at + encoded.data_ptr(), nbytes, places + scratch.data_ptr(), lengths)
         corrupt = torch.zeros(lengths.size, dtype=torch.int32, device=self._device.torch_device)

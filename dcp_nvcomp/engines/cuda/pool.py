@@ -25,15 +25,14 @@ import torch
 
 from dcp_nvcomp.codecs.base import U8, CodecChain
 from dcp_nvcomp.codecs.coders import Deflate, Zstd
-from dcp_nvcomp.codecs.transforms import Planes
+from dcp_nvcomp.codecs.transforms import Bytes, Planes
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
 from dcp_nvcomp.engines.cuda.decode import DecodeJob
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, free_memory_nbytes
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
-from dcp_nvcomp.engines.cuda.engine import CudaEngine
-from dcp_nvcomp.engines.cuda.fallback import BlockEngine, CopyingEngine, EnginePolicy
-from dcp_nvcomp.engines.cuda.health import LITERALS, NVCOMP, DeviceHealth
+from dcp_nvcomp.engines.cuda.engine import BlockEngine, CudaEngine
+from dcp_nvcomp.engines.cuda.fallback import CopyingEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.health import LITERALS, DeviceHealth
 from dcp_nvcomp.errors import CodecUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -45,9 +44,6 @@ _SELF_TEST_NBYTES: Final = 1 << 20
 # Room for two batches of some 200 MiB, which have enough slices for every multiprocessor of a large GPU.
 _MOST_BUDGET_NBYTES: Final = 2 << 30
 
-# One of each kind of coder that several engines have; ANS is left out, as nothing else could check it.
-_ZSTD = CodecChain(Planes(2), Zstd(literals_only=True))
-SELF_TEST_CHAINS = (_ZSTD, CodecChain(Planes(2), Deflate(literals_only=True)))
 _TEST_NBYTES = 1 << 20
 
 
@@ -57,7 +53,6 @@ class _DeviceEngines:
     def __init__(self, device: torch.device) -> None:
         self.health = DeviceHealth(str(device))
         self.making = threading.Lock()
-        self.tested: set[str] = set()
         # last in, first out: one thread alone needs one engine only
         self.free: LifoQueue[CudaEngine | None] = LifoQueue()
         for _ in range(ENGINES_PER_DEVICE):
@@ -94,41 +89,30 @@ class _DeviceEngines:
 
 
 def run_self_test(engine: CudaEngine, device: torch.device) -> None:
-    """Test what was not tested before: nvCOMP's coders, and our own kernels once an engine is to use them.
+    """Code a known block by each coder that several engines have; ANS is left out, as nothing else could check it.
 
     Records in the engine's health which of them do not work, and if none does, that the device is broken.
     """
-    health, before = engine.health, len(engine.health.tested)
-    for chain in SELF_TEST_CHAINS:
-        _test(engine, NVCOMP, chain, device)
-    # asked after nvCOMP's own test: if that fails, ours take its place
-    if engine.coders.may_use_literals(_ZSTD):
-        _test(engine, LITERALS, _ZSTD, device)
-    if len(health.tested) > before:
-        engine.memory.release()  # it may be more than the budget
-    if health.tested and health.refused.keys() >= {(provider, coder) for provider, coder, _ in health.tested}:
+    health, coders, weights = engine.health, engine.coders, _bfloat16_weights()
+    matches = np.tile(weights[: _TEST_NBYTES // 16], 16)
+    tests = {
+        LITERALS: (CodecChain(Planes(2), Zstd(literals_only=True)), weights, coders.encodes, _check_encode),
+        Zstd.name: (CodecChain(Bytes(), Zstd()), matches, coders.decodes, None),
+        Deflate.name: (CodecChain(Planes(2), Deflate(literals_only=True)), weights, coders.encodes, _check_encode),
+    }
+    for name, (chain, block, serves, check_encode) in tests.items():
+        if not serves(chain):
+            continue
+        try:
+            for check in filter(None, (check_encode, _check_decode)):
+                check(engine, chain, block, device)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise  # says nothing of the coder
+        except Exception as error:  # whatever it is, this coder can't be used
+            health.refuse(name, error)
+    engine.memory.release()  # it may be more than the budget
+    if health.refused.keys() >= tests.keys():
         health.broken = f"its self-test failed ({next(iter(health.refused.values()))})"
-
-
-def _test(engine: CudaEngine, provider: str, chain: CodecChain, device: torch.device) -> None:
-    assert chain.coder is not None
-    health, coder, coders = engine.health, type(chain.coder), engine.coders
-    # nvCOMP's encoder of Zstd is not run where it is not used: see slice_coders.py
-    encodes = provider == LITERALS or provider in coders.providers(chain.coder, ENCODE)
-    with coders.preferring(provider):
-        tests = (ENCODE, coders.encodes, _check_encode), (DECODE, coders.decodes, _check_decode)
-        for direction, serves, check in tests if encodes else tests[1:]:
-            if (provider, coder, direction) in health.tested or not serves(chain):
-                continue
-            try:
-                check(engine, chain, _bfloat16_weights(), device)
-            except (torch.OutOfMemoryError, MemoryError):
-                if serves(chain):
-                    raise  # says nothing of the coder
-                continue  # by now it is known to take more than the budget
-            except Exception as error:  # whatever it is, this coder can't be used
-                health.refuse(provider, coder, error)
-            health.tested.add((provider, coder, direction))
 
 
 def _bfloat16_weights() -> U8:
@@ -173,17 +157,14 @@ class EnginePool:
                 self._devices[device] = _DeviceEngines(device)
             return self._devices[device]
 
-    def health(self, device: torch.device) -> DeviceHealth:
-        return self._engines(device).health
-
-    def tested(self, device: torch.device, zstd: str) -> DeviceHealth:
+    def tested(self, device: torch.device) -> DeviceHealth:
         """Return what is known of a device once it has been through the self-test.
 
         So what is left to the CPU can go to all of its threads from the first block on.
         """
         engines = self._engines(device)
-        while zstd not in engines.tested and engines.health.unusable is None:
-            engine, _ = self._take(engines, device, EnginePolicy(_SELF_TEST_NBYTES, zstd=zstd))
+        while not engines.health.is_tested and engines.health.unusable is None:
+            engine, _ = self._take(engines, device, EnginePolicy(_SELF_TEST_NBYTES))
             engines.free.put(engine)
         return engines.health
 
@@ -249,8 +230,9 @@ class EnginePool:
             if made is None:
                 made = CudaEngine(device, policy, health=health, backend=self._make_device(device))
             made.set_policy(policy)
-            self._self_test(made, device)
-            engines.tested.add(policy.zstd)
+            if not health.is_tested:
+                self._self_test(made, device)
+                health.is_tested = True
             if health.unusable is None:
                 made.memory.reserve()
         except Exception as error:

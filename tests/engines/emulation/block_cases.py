@@ -16,8 +16,7 @@ from dcp_nvcomp.engines.cuda.device import Launch, power_table, stride_table
 from tests.codecs import planes_reference
 
 from ..cases import floats
-from .memory import SharedMemory
-from .results import expect
+from .memory import SharedMemory, expect
 
 __all__ = ["check_blocks"]
 

@@ -13,8 +13,7 @@ from dcp_nvcomp.engines.cuda.device import Launch
 from dcp_nvcomp.engines.cuda.literals import LiteralKernels
 
 from ..literal_slices import deep, skewed
-from .memory import SharedMemory
-from .results import WrongResultError, expect
+from .memory import SharedMemory, WrongResultError, expect
 
 __all__ = ["check_literals"]
 

@@ -9,7 +9,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SharedMemory"]
+__all__ = ["SharedMemory", "WrongResultError", "expect"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -70,3 +70,13 @@ class SharedMemory:
         target = self.empty(source.size, misaligned)
         target[:] = source
         return target
+
+
+class WrongResultError(Exception):
+    """A kernel computed something else than it must."""
+
+
+def expect(what: str, found: npt.NDArray[np.uint8] | bytes, expected: bytes) -> None:
+    """Raise `WrongResultError` if the bytes differ."""
+    if bytes(found) != expected:
+        raise WrongResultError(what)

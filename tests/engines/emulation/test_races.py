@@ -15,9 +15,8 @@ from tests.faults.mutations.kernels import KERNELS, MUTATIONS
 
 from .build import RacesBuild, compiler
 from .cases import MODULES, Module
-from .memory import SharedMemory
+from .memory import SharedMemory, WrongResultError
 from .races import KernelError, Races
-from .results import WrongResultError
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C++ compiler")
 
