@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from dcp_nvcomp.runs import list_run, prune_run
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import save_stock
 from tests.cli.checkpoints import run as run_command
-from tests.conftest import S3Store
 
 STATE = {"w": torch.zeros(100_000), "step": 1}
 
@@ -106,17 +103,6 @@ def test_the_table(run: Path) -> None:
     assert rows[0].split()[-4:] == ["-", "1", "-", "complete"]
 
 
-def test_json(run: Path) -> None:
-    status, output, _ = ls(str(run), "--json")
-    found: dict[str, Any] = json.loads(output)
-    assert status == 0
-    assert (found["schema"], found["run"], found["failed"]) == (1, str(run), {})
-    assert set(found["steps"][0]) == {
-        *("name", "step", "state", "saved_seconds", "stored_nbytes", "uncompressed_nbytes", "ratio"),
-        *("ranks", "keys", "save_id", "metrics", "kept", "problem", "run_seconds"),
-    }
-
-
 def test_a_checkpoint_itself_and_deeper_ones(run: Path) -> None:
     assert [step.name for step in list_run(run / "step-2").steps] == [""]
     shutil.move(str(run / "step-2"), str(run / "a" / "b"))
@@ -130,19 +116,6 @@ def test_nothing_there(tmp_path: Path) -> None:
     status, output, errors = ls(str(tmp_path / "nothing"))
     assert (status, output) == (1, "")
     assert errors.startswith("Error: There is no checkpoint at or below this path.")
-
-
-@pytest.mark.s3
-def test_on_s3(s3_store: S3Store) -> None:
-    url, options = s3_store
-    for step in (1, 2):
-        save(STATE, f"{url}/step-{step}", no_dist=True, **options)
-    found = list_run(url, storage_options=options)
-    assert [(step.name, step.state, step.ranks) for step in found.steps] == [
-        ("step-1", "complete", 1),
-        ("step-2", "complete", 1),
-    ]
-    assert all(step.ratio is not None and step.ratio > 50 for step in found.steps)
 
 
 def test_inspect_of_a_run_lists_it(run: Path) -> None:

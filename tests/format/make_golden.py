@@ -1,7 +1,7 @@
-"""Writes the golden data files that do not exist yet: `python -m tests.format.make_golden`.
+"""The golden data files: what their index says of each, and how one more is made.
 
 A file in git is never written again: that today's reader still reads it is what it is there for. `golden/index.json`
-names, for each file, the SHA-256 of every record.
+names, for each file, the SHA-256 of every record. Who adds a codec calls `write_golden` once, with records of all dtypes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.format.golden_files import NAMES, records
+from dcp_nvcomp.codecs import CodecChain
 from tests.format.library import Contents, read_file, write_file
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -34,44 +34,17 @@ def described(contents: Contents) -> list[dict[str, Any]]:
     ]
 
 
-def expected(made: list[Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
-    """What was put in, so that the index is not made from what came out."""
-    inputs: dict[tuple[str, tuple[int, ...]], bytes] = {}
-    for row, _, raw in made:
-        if row.get("kind") == "pack":
-            continue
-        if "pack" in row:
-            holder, start = row["pack"]
-            count = 1
-            for size in row["shape"]:
-                count *= size
-            pack_row, _, pack_raw = made[holder]
-            nbytes = len(pack_raw) // pack_row["shape"][0]
-            raw = pack_raw[start * nbytes : (start + count) * nbytes]
-        inputs[row["fqn"], tuple(row.get("offsets", [0] * len(row["shape"])))] = raw
-    return inputs
-
-
-def main() -> None:
-    GOLDEN.mkdir(exist_ok=True)
-    index = json.loads(INDEX.read_text()) if INDEX.exists() else {}
-    for name in NAMES:
-        path = GOLDEN / f"{name}.distcp"
-        if path.exists():
-            continue
-        made = records(name)
-        data = write_file(made, align=name == "aligned")
-        contents = read_file(data)
-        assert {key: value[4] for key, value in contents.items()} == expected(made), name
-        path.write_bytes(data)
-        index[name] = described(contents)
-        print(path, len(data))
+def write_golden(name: str, records: list[tuple[dict[str, Any], CodecChain, bytes]]) -> None:
+    """Write one more golden file, of records as `write_file` takes them, none in a pack, and add it to the index."""
+    path, index = GOLDEN / f"{name}.distcp", json.loads(INDEX.read_text())
+    assert not path.exists(), "a golden file is never written again"
+    data = write_file(records)
+    contents = read_file(data)
+    assert [one[4] for one in contents.values()] == [raw for *_, raw in records], "the index is of what was put in"
+    path.write_bytes(data)
+    index[name] = described(contents)
     lines = [
-        f"{json.dumps(name)}: [\n" + ",\n".join(json.dumps(record) for record in index[name]) + "\n]"
-        for name in sorted(index)
+        f"{json.dumps(one)}: [\n" + ",\n".join(json.dumps(record) for record in index[one]) + "\n]"
+        for one in sorted(index)
     ]
     INDEX.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-if __name__ == "__main__":
-    main()
