@@ -96,7 +96,7 @@ def test_plans(tmp_path: Path) -> None:
     assert kept["to"] < anew["to"] and kept["back"] < anew["back"]
 
 
-@pytest.mark.ci
+@pytest.mark.tools
 def test_asynchronous(tmp_path: Path) -> None:
     rows = run_quick("asynchronous", tmp_path)
     absent = () if torch_checkpointing_peer.is_installed() else ("torch_checkpointing",)

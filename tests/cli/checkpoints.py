@@ -70,14 +70,14 @@ def make_old(*files: Path, days: float = 2.0) -> None:
         os.utime(file, (then, then))
 
 
-def leave_save(path: Path, seed: int, **options: Any) -> tuple[str, set[str]]:
+def leave_save(path: Path, seed: int, *, days: float = 2.0, **options: Any) -> tuple[str, set[str]]:
     """Leave the files of a save that was killed right before it published; return its id and their names."""
     other = path.parent / f"other-{new_id()}"
     save_id = save_model(other, seed, **options).save_id
     left = file_names(other) - {".metadata"}
     for name in left:
         shutil.copy(other / name, path / name)
-        make_old(path / name)
+        make_old(path / name, days=days)
     shutil.rmtree(other)
     return save_id, left
 

@@ -303,7 +303,7 @@ def test_what_may_be_good_is_replaced_only_by_name(path: Path, make: Callable[[P
 def test_a_stock_checkpoint_whose_metadata_was_flipped_on_the_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no CRC that would tell, and the flip can make a path of a name."""
     save_stock(path, model_state(1))
-    leave_save(path, seed=2)
+    leave_save(path, seed=2, days=0)
     before, (real, flips) = contents(path), (PosixFilesystem.read_all, [])
 
     def read_all(self: PosixFilesystem, name: str, **options: Any) -> bytes:

@@ -194,17 +194,6 @@ def test_objects_are_carried_over_without_being_run(tmp_path: Path) -> None:
         convert(tmp_path / "d.pt", tmp_path / "e")
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("x.safetensors", b""), ("x.safetensors", b"\x10" + bytes(7) + b"not json at all!"), ("x.pt", b"junk")],
-)
-def test_damaged_sources(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(errors.CorruptDataError):
-        convert(tmp_path / name, tmp_path / "to")
-    assert not (tmp_path / "to").exists()
-
-
 def test_mistakes(tmp_path: Path) -> None:
     save({"w": torch.ones(2)}, tmp_path / "a", no_dist=True)
     with pytest.raises(errors.ConfigurationError, match="same place"):

@@ -1,7 +1,7 @@
 """The golden data files: what their index says of each, and how one more is made.
 
 A file in git is never written again: that today's reader still reads it is what it is there for. `golden/index.json`
-names, for each file, the SHA-256 of every record. Who adds a codec calls `write_golden` once, with records of all dtypes.
+names, for each file, the SHA-256 of every record. `write_golden` is called once for each codec that is added.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ from tests.format.forgery import SMALL_CONTENTS, small_forgery
 from tests.format.independent_reader import read_data_file
 from tests.format.library import read_file, read_footer, write_file
 from tests.format.strategies import chains, element_types, elements, shapes
-from tests.states import raw_bytes
 
 
 @settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -150,6 +149,10 @@ def test_the_independent_reader_is_short_and_independent() -> None:
     assert imported == {"numpy", "zstandard", "zlib", "struct", "json"}
 
 
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def state() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
     tensors = {
@@ -181,7 +184,7 @@ def test_the_independent_reader_reads_a_checkpoint(codec: str, tmp_path: Path) -
         if isinstance(tensor, torch.Tensor):
             shape = tuple(tensor.shape)
             dtype = str(tensor.dtype).removeprefix("torch.")
-            assert found.pop(fqn) == ("tensor", dtype, shape, shape, raw_bytes(tensor).numpy().tobytes()), fqn
+            assert found.pop(fqn) == ("tensor", dtype, shape, shape, raw(tensor)), fqn
     for fqn, value in {"object.lr": 1e-3, "object.steps": [1, 2, 3]}.items():
         kind, dtype, _, _, payload = found.pop(fqn)
         assert (kind, dtype) == ("bytes", "uint8")
