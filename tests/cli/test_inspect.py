@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -23,10 +22,8 @@ from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptDataError,
-    FileMismatchError,
     IncompleteCheckpointError,
     StorageError,
-    TruncatedFileError,
 )
 from dcp_nvcomp.saving.stats import SaveStats, Totals
 from tests.checkpoints import data_file, flip, save, save_stock
@@ -188,21 +185,6 @@ def test_mistakes(saved: tuple[Path, SaveStats], arguments: tuple[str, ...], sta
 # ---- how it fails ----
 
 
-def refused(copy: Path, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        tools.inspect(copy)
-    status, output, errors = run(str(copy))
-    assert (status, output) == (1, "")
-    assert re.fullmatch(rf"Error: .*{message}.*\n", errors)
-
-
-def of_another_save(copy: Path) -> None:
-    other, file = copy.parent / "other", data_file(copy)
-    save(other, every_kind())
-    assert data_file(other).stat().st_size == file.stat().st_size
-    shutil.copy(data_file(other), file)
-
-
 SPOILT: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no checkpoint": (shutil.rmtree, CheckpointNotFoundError, "There is no checkpoint here"),
     "incomplete": (
@@ -211,13 +193,6 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
         "never finished",
     ),
     "damaged footer": (lambda copy: flip(data_file(copy), -100), CorruptDataError, "fails its CRC"),
-    "truncated file": (
-        lambda copy: os.truncate(data_file(copy), data_file(copy).stat().st_size - 1),
-        TruncatedFileError,
-        "bytes; `.metadata` says",
-    ),
-    "missing file": (lambda copy: data_file(copy).unlink(), StorageError, "No such file"),
-    "file of another save": (of_another_save, FileMismatchError, "not the one that `.metadata` names"),
     "damaged metadata": (
         lambda copy: (copy / ".metadata").write_bytes(b"\x80\x04cos\nsystem\n."),
         Exception,
@@ -228,9 +203,14 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("how", SPOILT)
 def test_what_is_spoilt(copy: Path, how: str) -> None:
+    """As of a load; tests/errors has all."""
     spoil, error, message = SPOILT[how]
     spoil(copy)
-    refused(copy, error, message)
+    with pytest.raises(error, match=message):
+        tools.inspect(copy)
+    status, output, errors = run(str(copy))
+    assert (status, output) == (1, "")
+    assert re.fullmatch(rf"Error: .*{message}.*\n", errors)
 
 
 def test_a_secret_of_digits_is_text() -> None:
