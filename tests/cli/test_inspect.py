@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -245,8 +243,7 @@ def test_storage_options_reach_the_storage(s3_store: S3Store) -> None:
 
 
 def test_as_a_command(saved: tuple[Path, SaveStats], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dcp_nvcomp", "inspect", str(saved[0]), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = forked.execute_module("dcp_nvcomp", "inspect", str(saved[0]), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["totals"]["items"] == 10
     done = forked.execute_module("dcp_nvcomp", "inspect", str(tmp_path / "nothing"))

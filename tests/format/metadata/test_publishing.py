@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, normalize, sample
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
+from tests.effort import examples
 
 Change = Callable[[Metadata], None]
 
@@ -260,7 +261,7 @@ def changed_metadatas(draw: st.DrawFn) -> Metadata:
     return made
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(changed_metadatas())
 def test_a_sample_is_refused_exactly_if_the_whole_is(made: Metadata) -> None:
     normal, doubtful = normalize(made)
