@@ -290,6 +290,7 @@ def test_random_opcodes_raise_nothing_else(opcodes: list[bytes]) -> None:
 
 
 W = asm.text("w")
+LAYOUT = asm.call(asm.named("torch.serialization", "_get_layout"), asm.text("torch.strided"))
 RECORD = asm.sequence(asm.file(), asm.number(0))
 
 
@@ -341,6 +342,7 @@ RECORD = asm.sequence(asm.file(), asm.number(0))
             "Unknown layout",
         ),
         (asm.tensor(properties=asm.properties().replace(asm.number(0), asm.number(3))), "Unknown memory format"),
+        (asm.tensor(properties=asm.properties().replace(LAYOUT, asm.number(3))), "layout is 3"),
         (asm.tensor(properties=asm.properties().replace(b"\x89", b"N")), "not a bool"),
     ],
 )

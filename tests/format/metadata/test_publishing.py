@@ -126,6 +126,7 @@ REFUSED: dict[str, Change] = {
     "key: a number": lambda m: m.state_dict_metadata.update({7: tensor(m)}),  # type: ignore[dict-item]
     "key: a text of its own": lambda m: m.state_dict_metadata.update({MyText("seven"): tensor(m)}),
     "index: a negative hint": lambda m: put_index(m, lambda index: MetadataIndex(index.fqn, index.offset, -1)),
+    "index: an offset that is text": lambda m: put_index(m, lambda index: with_offset(index, "a")),
     "index: a negative offset": lambda m: put_index(m, lambda index: with_offset(index, torch.Size([-1]))),
     "index: a text of its own": lambda m: put_index(m, lambda index: MetadataIndex(MyText(index.fqn), index.offset)),
     "tensor: a subclass without properties": lambda m: put(m, object.__new__(MyTensor)),
