@@ -172,7 +172,7 @@ def test_a_storage_that_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ETIMEDOUT])
-def test_what_failed_first_is_told(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_failure_is_reported(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage that is gone can't be tidied up; one that does not answer is not asked again."""
     asked = []
 
@@ -244,7 +244,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
         *((("--device", name), 1, f"device={name!r} can't be used here") for name in ("tpu", "meta", "cuda:99")),
     ],
 )
-def test_a_size_that_is_none(tmp_path: Path, options: tuple[str, ...], status: int, says: str) -> None:
+def test_invalid_options(tmp_path: Path, options: tuple[str, ...], status: int, says: str) -> None:
     found, output, error = run("bench", str(tmp_path), "--seconds", "0.01", *options)
     assert (found, output) == (status, "") and says in error
     assert not list(tmp_path.iterdir())

@@ -585,7 +585,7 @@ def test_the_first_save_died_on_s3(any_s3_store: S3Store, monkeypatch: pytest.Mo
     + [(age, None) for age in ("", "1", "d", "1w", "-1d", "1 d", "59m", "0.9h", "3599s", "nan", "1d1h")],
 )
 def test_ages(path: Path, age: str, hours: float | None) -> None:
-    """Those that are none are refused, and nothing is removed."""
+    """Invalid ones are refused, and nothing is removed."""
     (file,) = put(path, data_name())
     status, output, errors = run("clean", str(path), "--json", "--dry-run", f"--older-than={age}")
     if hours is None:

@@ -64,7 +64,7 @@ run = partial(run_command, "inspect")
 # ---- what it shows ----
 
 
-def test_sizes_are_those_that_the_save_told(saved: tuple[Path, SaveStats]) -> None:
+def test_sizes_are_those_of_the_save(saved: tuple[Path, SaveStats]) -> None:
     path, stats = saved
     found = tools.inspect(path)
     assert (found.layout, found.save_id) == ("dcp_nvcomp", stats.save_id)

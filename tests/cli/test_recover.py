@@ -232,7 +232,7 @@ def test_a_copy_under_another_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize("save_id", ["x", "0" * 31, "G" * 32, "../" + "0" * 29])
-def test_a_save_id_that_is_none(path: Path, save_id: str) -> None:
+def test_an_invalid_save_id(path: Path, save_id: str) -> None:
     with pytest.raises(CheckpointNotFoundError):
         tools.recover(path)
     status, output, errors = run("recover", str(path))
@@ -301,7 +301,7 @@ def test_what_may_be_good_is_replaced_only_by_name(path: Path, make: Callable[[P
 
 
 def test_a_stock_checkpoint_whose_metadata_was_flipped_on_the_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no CRC that would tell, and the flip can make a path of a name."""
+    """It has no CRC, and the flip can make a path of a name."""
     save_stock(path, model_state(1))
     leave_save(path, seed=2, days=0)
     before, (real, flips) = contents(path), (PosixFilesystem.read_all, [])

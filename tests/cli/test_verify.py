@@ -178,7 +178,7 @@ def test_copy_that_differs(copy: Path, spoil: Callable[[bytes], bytes] | None) -
 
 
 def test_metadata_that_names_no_save(copy: Path) -> None:
-    """Then nothing tells which copy is its own."""
+    """Then it is unknown which copy is its own."""
 
     def forget(metadata: Metadata) -> None:
         assert metadata.storage_meta is not None
@@ -386,7 +386,7 @@ def test_stock(tmp_path: Path, extensions: list[Any]) -> None:
 
 
 class Marked(torch.Tensor):
-    """A subclass that nobody but this test knows."""
+    """A subclass that only this test can import."""
 
 
 def test_stock_subclass(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def bound(count: int) -> int:
 
 
 def encoded(data: bytes, room: int | None = None) -> bytes:
-    """The frame, empty where it was not made; nothing is written behind the room that there is."""
+    """The frame, empty where it was not made; nothing is written past the room that there is."""
     room = bound(len(data)) + 8 if room is None else room
     out = bytearray(b"\x5a" * room + GUARD)
     nbytes = encode_literals(memoryview(data), memoryview(out)[:room])

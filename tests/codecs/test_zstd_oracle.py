@@ -139,7 +139,7 @@ REFUSED = {
     "content size": (frame(block(b"a", 0), header=bytes([0x20, 2])), "1 bytes of content where the header says 2"),
     "block type": (frame(block(b"a", 3)), "reserved type"),
     "block above the window": (frame(block(bytes(1025), 0)), "a block of 1025 bytes, more than 1024"),
-    "behind the frame": (huffman() + b"\0", "1 bytes behind the frame"),
+    "after the frame": (huffman() + b"\0", "1 bytes after the frame"),
     "literals above the window": (
         frame(block((1 | 3 << 2 | 1025 << 4).to_bytes(3, "little") + b"e\0")),
         "1025 literals",

@@ -116,7 +116,7 @@ def test_from_one_file_to_several_and_back(steps: list[Path], tmp_path: Path, ov
     assert values(to) == dict.fromkeys(KEYS, 1.0)
 
 
-def test_files_that_nobody_can_tell_the_source_of_are_left(steps: list[Path], tmp_path: Path) -> None:
+def test_files_of_an_unknown_source_are_left(steps: list[Path], tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / SHARDS[0]).write_bytes(to_safetensors({"a": torch.zeros(1000)}))
     with pytest.raises(errors.CheckpointExistsError):

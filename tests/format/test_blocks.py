@@ -40,7 +40,7 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 def owners(grid: BlockGrid) -> np.ndarray:
-    """The number of the block that each element lies in, -1 where there is none; fails where two blocks overlap."""
+    """The number of the block that each element lies in, -1 outside of all; fails where two blocks overlap."""
     owner = np.full(grid.shape, -1)
     for index in range(grid.block_count):
         where = grid.box(index).index
@@ -280,7 +280,7 @@ def test_a_strip_is_at_most_as_long_as_a_block() -> None:
     boxes = [grid.box(number) for number in range(grid.block_count)]
     assert [strip.box.sizes for strip in strips(boxes, 4)] == [(64, 4096)] * 8
     assert all(strip.box.elements * 4 <= BLOCK_NBYTES for strip in strips(boxes, 4))
-    # one behind the other, as rows are as short
+    # one below the other, as rows are as short
     tall = box_grid((2048, 512), 4)
     boxes = [tall.box(number) for number in range(tall.block_count)]
     assert [(strip.dim, strip.sizes) for strip in strips(boxes, 4)] == [(0, (128,) * 4)] * 4

@@ -86,7 +86,7 @@ def test_mutated_tables(data: st.DataObject) -> None:
         change = data.draw(st.sampled_from([-16, -1, 1, 2, 3, 16, 32]) | st.integers(0, 0xFFFFFFFF))
         columns[name][index] = (columns[name][index] + change) % (1 << 32)
     forgery.overrides.update(columns)
-    # CRCs that match, so that what lies behind them is tried too
+    # CRCs that match, so that what they protect is tried too
     at, crcs, encoded = 0, [], b"".join(row[0] for row in forgery.rows)
     for nbytes in columns["encoded_nbytes"]:
         crcs.append(crc32c(encoded[at : at + nbytes]))
@@ -211,9 +211,9 @@ BAD_ZSTD = {
     "window of 2 GiB": zstd_header(content=None, window_log=31) + zstd_rle(4096, last=True),
     "window of 2 TiB": zstd_header(content=None, window_log=41) + zstd_rle(4096, last=True),
     "no last block": zstd_header(content=4096, window_log=0) + zstd_rle(4096, last=False),
-    "a byte behind it": zstd_frame(HONEST) + b"\0",
-    "an empty frame behind it": zstd_frame(HONEST) + zstd_frame(b""),
-    "a skippable frame behind it": zstd_frame(HONEST) + struct.pack("<II", 0x184D2A50, 0),
+    "a byte after it": zstd_frame(HONEST) + b"\0",
+    "an empty frame after it": zstd_frame(HONEST) + zstd_frame(b""),
+    "a skippable frame after it": zstd_frame(HONEST) + struct.pack("<II", 0x184D2A50, 0),
     "a skippable frame alone": struct.pack("<II", 0x184D2A50, 8) + bytes(8),
     "two frames": zstd_frame(HONEST[:2048]) + zstd_frame(HONEST[2048:]),
     "a dictionary": struct.pack("<IBBH", 0xFD2FB528, 0x61, 7, 4096 - 256) + zstd_rle(4096, last=True),
@@ -228,8 +228,8 @@ BAD_DEFLATE = {
     "decodes to one byte more": deflate_stream(HONEST + b"\0"),
     "decodes to one byte less": deflate_stream(HONEST[:-1]),
     "decodes to 1 GiB": zlib.compressobj(9, zlib.DEFLATED, -15).compress(b"") + deflate_stream(bytes(1 << 20)),
-    "a byte behind it": deflate_stream(HONEST) + b"\0",
-    "a stream behind it": deflate_stream(HONEST) * 2,
+    "a byte after it": deflate_stream(HONEST) + b"\0",
+    "a stream after it": deflate_stream(HONEST) * 2,
     "no last block": (lambda c: c.compress(HONEST) + c.flush(zlib.Z_FULL_FLUSH))(
         zlib.compressobj(6, zlib.DEFLATED, -15)
     ),
@@ -289,7 +289,7 @@ def test_frames_of_streaming_encoders_decode(level: int | None) -> None:
 
 
 def test_a_short_block_does_not_read_its_neighbour() -> None:
-    """A view that is too short for its planes is refused, whatever lies behind it in the same buffer."""
+    """A view that is too short for its planes is refused, whatever follows it in the same buffer."""
     chain = CodecChain(Planes(2, ()), None)
     whole = memoryview(bytes(range(256)))
     out = np.empty(128, np.uint8)
