@@ -207,7 +207,8 @@ def results_of(writer: str, rank: int, plan: SavePlan) -> list[WriteResult]:
     file = (data_file_name(rank, 0, f"{rank:032x}"), len(plan.items) * nbytes, 30_000, 0x12345678)
     written = [WriteResult(item.index, nbytes, (file, i)) for i, item in enumerate(plan.items)]
     results = RankResults(written, RankTotals(files={file[0]: file[1]}))
-    results.totals.add("planes-zstd", "bfloat16", Totals(len(plan.items), len(plan.items) * nbytes, nbytes))
+    totals = Totals(len(plan.items), len(plan.items) * nbytes, nbytes)
+    results.totals.add({("layers", "planes-zstd", "bfloat16"): totals})
     return results
 
 

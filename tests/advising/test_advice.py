@@ -93,7 +93,7 @@ def test_a_state_that_hardly_compresses_does_so_with_no_codec(ratio: float) -> N
 
 
 def test_an_asynchronous_save_counts_once_it_is_durable() -> None:
-    """A failure until then costs the work since the save before: what a save takes behind training is lost too."""
+    """A failure until then costs the work since the save before: what a save takes in the background is lost too."""
     workload, mtbf = Workload(100 * 10**9), 8 * HOUR
     found = advise(workload, made(), mtbf_seconds=mtbf, stall_seconds=2.0)
     save, load, interval = found.prediction.save_seconds, found.prediction.load_seconds, found.interval_seconds

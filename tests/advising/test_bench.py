@@ -172,7 +172,7 @@ def test_a_storage_that_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ETIMEDOUT])
-def test_what_failed_first_is_told(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_failure_is_reported(tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A storage that is gone can't be tidied up; one that does not answer is not asked again."""
     asked = []
 
@@ -190,18 +190,6 @@ def test_what_failed_first_is_told(tmp_path: Path, number: int, monkeypatch: pyt
     with pytest.raises(StorageError, match="Could not write"):
         bench(tmp_path, seconds=0.01)
     assert asked == (["write"] if number == errno.ETIMEDOUT else ["write", "remove", "list"])
-
-
-@pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
-def test_a_device_that_is_none(tmp_path: Path, device: str) -> None:
-    status, output, error = run("bench", str(tmp_path), "--seconds", "0.01", "--device", device)
-    assert (status, output) == (1, "") and f"device={device!r} can't be used here" in error
-    assert len(error.splitlines()) == 1 and not list(tmp_path.iterdir())
-
-
-def test_a_model_without_end(tmp_path: Path) -> None:
-    status, _, error = run("bench", str(tmp_path), "--parameters", "inf")
-    assert status == 2 and "--parameters" in error
 
 
 PRINTED = """\
@@ -248,7 +236,15 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(document["predictions"][0]) == set(vars(made().predict(1)))
 
 
-@pytest.mark.parametrize("size", ["GB", "-1GB", "0GB", "5 parsecs"])
-def test_a_size_that_is_none(tmp_path: Path, size: str) -> None:
-    status, _, error = run("bench", str(tmp_path), f"--state={size}")
-    assert status == 2 and "is not a size" in error
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        *(((f"--state={size}",), 2, "is not a size") for size in ("GB", "-1GB", "0GB", "5 parsecs")),
+        (("--parameters", "inf"), 2, "--parameters"),
+        *((("--device", name), 1, f"device={name!r} can't be used here") for name in ("tpu", "meta", "cuda:99")),
+    ],
+)
+def test_invalid_options(tmp_path: Path, options: tuple[str, ...], status: int, says: str) -> None:
+    found, output, error = run("bench", str(tmp_path), "--seconds", "0.01", *options)
+    assert (found, output) == (status, "") and says in error
+    assert not list(tmp_path.iterdir())

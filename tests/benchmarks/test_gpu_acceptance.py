@@ -163,8 +163,9 @@ def test_the_gpu_tests_download_nothing_where_everything_is_there(tmp_path: Path
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("module", ["smoke", "timeline"])
+@pytest.mark.parametrize(
+    "module", [pytest.param("smoke", marks=pytest.mark.ci), pytest.param("timeline", marks=pytest.mark.tools)]
+)
 def test_the_first_looks(module: str, tmp_path: Path) -> None:
     """They run on the stand-in, and end with 0 if nothing failed."""
     arguments = ["--stand-in", *(["--out", str(tmp_path)] if module == "timeline" else [])]

@@ -8,22 +8,19 @@ import json
 import math
 import subprocess
 import sys
-import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import zstandard
 from rich.console import Console
 
-from benchmarks import gpu_checkpoints, gpu_codecs, gpu_host, slices, torch_checkpointing_peer
+from benchmarks import gpu_codecs, gpu_host, slices, torch_checkpointing_peer
 from benchmarks.__main__ import run_suite
 from benchmarks.asynchronous import CONTENDERS
-from benchmarks.auto_states import auto_states
 from benchmarks.in_memory import EngineCoder, have_zipnn, zstd_nbytes
 from benchmarks.measuring import Case, Settings, Spread, alternate, paired
 from benchmarks.plots import draw, plots_of
@@ -36,11 +33,12 @@ from ..engines.kernels_on_cpu import ReferenceKernels
 from ..engines.nvcomp_stand_in import StandInDevice
 from ..engines.reference_literals import ReferenceLiterals
 
+Tables = dict[str, list[dict[str, Any]]]
 ROOT = Path(__file__).parents[2]
 REASON = cuda_unavailable_reason()
 
 
-def checked(report: Report, tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
+def checked(report: Report, tmp_path: Path) -> Tables:
     """What a report comes to as text, picture and JSON; returns the tables' rows from the JSON."""
     console = Console(width=250, record=True, file=io.StringIO())
     report.show(console)
@@ -60,7 +58,7 @@ def checked(report: Report, tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
     return {name: table["rows"] for name, table in found["tables"].items()}
 
 
-def run_quick(suite: str, tmp_path: Path, **options: Any) -> dict[str, list[dict[str, Any]]]:
+def run_quick(suite: str, tmp_path: Path, **options: Any) -> Tables:
     said: list[str] = []
     rows = checked(run_suite(suite, Settings(quick=True, say=said.append, **options)), tmp_path)
     assert said
@@ -79,24 +77,6 @@ def test_ratio(tmp_path: Path) -> None:
 
 
 @pytest.mark.tools
-def test_cpu(tmp_path: Path) -> None:
-    rows = run_quick("cpu", tmp_path)
-    assert [(row["writer"], row["threads"]) for row in rows["checkpoints"]] == [
-        (writer, threads) for threads in (1, 2) for writer in ("dcp_nvcomp", "dcp", "dcp+zstd")
-    ]
-    assert rows["checkpoints"][0]["save_seconds"]["median"] > 0
-    assert {row["state"] for row in rows["coders"]} == {"bf16", "fp32", "together"}
-
-
-@pytest.mark.tools
-def test_plans(tmp_path: Path) -> None:
-    rows = run_quick("plans", tmp_path)
-    assert [row["way"] for row in rows["ranks"]] == ["first save", "later saves", "dcp.save"]
-    kept, anew = rows["simulated"][1], rows["simulated"][0]
-    assert kept["to"] < anew["to"] and kept["back"] < anew["back"]
-
-
-@pytest.mark.ci
 def test_asynchronous(tmp_path: Path) -> None:
     rows = run_quick("asynchronous", tmp_path)
     absent = () if torch_checkpointing_peer.is_installed() else ("torch_checkpointing",)
@@ -106,126 +86,6 @@ def test_asynchronous(tmp_path: Path) -> None:
     (bounds,) = rows["bounds-1"]
     assert bounds["copy"]["median"] > 0 and bounds["encode"]["median"] > 0 and bounds["encoded"] > 0
     assert len(rows["small"]) == 2 and len(rows["returns"]) == 1
-
-
-@pytest.mark.tools
-def test_overlap(tmp_path: Path) -> None:
-    rows = run_quick("overlap", tmp_path)
-    slowest = rows["sinks"][0]
-    assert slowest["factor"] == 0.2
-    # however busy the machine is, a sink's rate is not exceeded
-    assert slowest["save_seconds"]["median"] > 0.9 * slowest["write_seconds"]["low"]
-    assert [row["writer"] for row in rows["target"]] == ["dcp_nvcomp", "dcp", "dcp+zstd"]
-
-
-@pytest.mark.tools
-def test_reshard(tmp_path: Path) -> None:
-    tables = run_quick("reshard", tmp_path)
-    columns, whole = tables["reshard"]
-    assert (whole["saved"], whole["loaded"]) == ("2 rows", "1 whole")
-    assert 1.0 <= whole["factor"] < 1.01 and whole["stock_factor"] >= 1.0
-    assert 1.0 <= columns["factor"] <= 2.01  # a rank wants half of each row: of narrow matrices, half of each block
-    (square,) = tables["squares"]
-    assert (square["saved"], square["loaded"], square["tensor_mib"]) == ("2 rows", "2 columns", 4)
-    assert 1.0 <= square["factor"] < 1.05 and square["stock_factor"] >= 2.0
-
-
-@pytest.mark.tools
-@pytest.mark.parametrize("part", ["tensors", "size", "ranks", "planning"])
-def test_scale(tmp_path: Path, part: str) -> None:
-    rows = run_quick("scale", tmp_path, parts=(part,))
-    if part == "tensors":
-        assert rows["tensors"][-1]["metadata_nbytes"] <= rows["tensors"][-1]["stock_metadata_nbytes"]
-    if part == "planning":
-        assert all(row["metadata"] <= 1.0 for row in rows["added"])
-        assert {row["writer"] for row in rows["planning"]} == {"dcp", "dcp_nvcomp"}
-
-
-@pytest.mark.tools
-def test_tensors(tmp_path: Path) -> None:
-    tables = run_quick("tensors", tmp_path, nbytes=3 << 20)
-    for name, writers in (("checkpoints", 5), ("link", 3)):
-        rows = tables[name]
-        assert len(rows) == 4 * writers
-        assert all(row["ratio"] > 1.05 for row in rows if row["writer"].startswith("dcp_nvcomp"))
-    assert len(tables["auto"]) == len(auto_states(1 << 16, 1 << 16))
-    # a footer's description of the codecs is much of a file of zeros
-    assert all(row["size"] <= 1.003 for row in tables["auto"] if row["ratio"] < 10)
-
-
-@pytest.mark.tools
-def test_limits(tmp_path: Path) -> None:
-    tables = run_quick("limits", tmp_path, nbytes=24 << 20)
-    assert [row["work"] for row in tables["work"]] == ["encode", "decode", "write", "read"] * 2
-    for row in tables["bounds"]:
-        assert row["possible"] == pytest.approx(row["stock"]["median"] / row["least"])
-    assert [row["action"] for row in tables["planning"]] == ["save", "load"]
-    assert all(row["planner"]["median"] > 0 and row["rest"]["median"] > 0 for row in tables["planning"])
-
-
-@pytest.mark.tools
-def test_codecs(tmp_path: Path) -> None:
-    rows = {row["codec"]: row for row in run_quick("codecs", tmp_path)["codecs"]}
-    assert list(rows) == ["auto", "planes-zstd", "planes-deflate", "zstd", "none"]
-    assert rows["auto"]["ratio"] > 1.25 > rows["zstd"]["ratio"] > rows["none"]["ratio"]
-
-
-@pytest.mark.tools
-@pytest.mark.s3
-def test_predictions(tmp_path: Path, moto_endpoint: str) -> None:
-    rows = run_quick("predictions", tmp_path, s3=moto_endpoint)["predictions"]
-    places = ["memory", "link of 200 MB/s", "S3"]
-    assert [(row["storage"], row["codec"]) for row in rows] == [(p, c) for p in places for c in ("auto", "none")]
-    assert all(row["predicted_save"] > 0 and row["save_seconds"]["median"] > 0 for row in rows)
-
-
-@pytest.mark.tools
-@pytest.mark.s3
-def test_s3(tmp_path: Path, moto_endpoint: str) -> None:
-    rows = run_quick("s3", tmp_path, s3=moto_endpoint)["s3"]
-    names = ["dcp_nvcomp", "dcp", "dcp+zstd", "boto3, uncompressed bytes", "boto3, as many as encoded"]
-    assert [row["writer"] for row in rows] == names
-    assert rows[0]["stored"] == pytest.approx(rows[4]["stored"], rel=0.01)
-
-
-@pytest.mark.tools
-@pytest.mark.azure
-@pytest.mark.usefixtures("azure_store")
-@pytest.mark.filterwarnings("ignore:Sending a large body directly")  # adlfs does
-def test_stores(tmp_path: Path, moto_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_NVCOMP_TEST_S3", moto_endpoint)
-    rows = run_quick("stores", tmp_path)["stores"]
-    writers: dict[str, list[str]] = {}
-    for row in rows:
-        writers.setdefault(row["store"].split(" ")[0], []).append(row["writer"])
-    last = {name: of_store[-1] for name, of_store in writers.items()}
-    assert last == {"Azure": "dcp", "Google": "dcp", "S3": "obstore"}
-    assert {of_store[0] for of_store in writers.values()} == {"dcp_nvcomp"}
-    for ours, theirs in itertools.pairwise(rows):
-        if theirs["writer"] == "dcp":
-            assert ours["stored"] < theirs["stored"]
-
-
-@pytest.mark.tools
-@pytest.mark.s3
-def test_memory(tmp_path: Path, moto_endpoint: str) -> None:
-    rows = run_quick("scale", tmp_path, parts=("memory",), s3=moto_endpoint)["memory"]
-    assert [row["storage"] for row in rows] == ["files", "S3"]
-    assert all(row["save_peak"] > 1 and row["load_peak"] > 1 for row in rows)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}")
-@pytest.mark.parametrize("part", ["codecs", "staging", "memory"])
-def test_gpu(tmp_path: Path, part: str) -> None:
-    assert run_quick("gpu", tmp_path, parts=(part,))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}")
-def test_slices(tmp_path: Path) -> None:
-    rows = run_quick("slices", tmp_path)["slices"]
-    assert {row["dtype"] for row in rows} == {"bfloat16", "float32"}
 
 
 @pytest.mark.tools
@@ -241,44 +101,6 @@ def test_gpu_measurements_on_a_stand_in(tmp_path: Path) -> None:
     auto = next(row for row in rows["codecs"] if row["codec"] == "auto" and row["state"] == "all")
     assert auto["ratio"] > 1.2 and auto["device_encode_rate"]["median"] > 0
     assert {row["coder"] for row in rows["slices"]} == {"Deflate 0", "ANS, 1 state", "ANS, 2 states"}
-
-
-class ContainerCodec:
-    """As much of nvCOMP with containers of its own as the simple baseline needs, in host memory."""
-
-    def __init__(self, **options: str) -> None:
-        assert options["algorithm"] == "ANS"
-
-    def encode(self, data: HostArray) -> HostArray:
-        return HostArray(np.frombuffer(zlib.compress(data.array.tobytes(), 1), np.uint8))
-
-    def decode(self, data: HostArray) -> np.ndarray:
-        return np.frombuffer(bytearray(zlib.decompress(data.array.tobytes())), np.uint8)
-
-
-@dataclass
-class HostArray:
-    array: np.ndarray
-
-    @property
-    def __array_interface__(self) -> dict[str, Any]:
-        return self.array.__array_interface__
-
-    def cpu(self) -> HostArray:
-        return self
-
-    cuda = cpu
-
-
-@pytest.mark.tools
-def test_gpu_checkpoints_on_a_stand_in(tmp_path: Path) -> None:
-    device = StandInDevice(ReferenceKernels())
-    device.nvcomp = SimpleNamespace(Codec=ContainerCodec, as_array=lambda data: HostArray(np.asarray(data)))
-    report = Report("gpu", Settings(quick=True, nbytes=6 << 20))
-    names = ("dcp_nvcomp", "dcp", "simple baseline")
-    gpu_checkpoints.checkpoints(report, device, "memory", names)
-    rows = checked(report, tmp_path)["checkpoints_memory"]
-    assert [row["writer"] for row in rows] == list(names)
 
 
 @pytest.mark.tools
@@ -382,3 +204,109 @@ def test_the_host_beside_a_null_device() -> None:
     """What is encoded and decoded on it are whole batches, whose addresses are real."""
     found = gpu_host.measured(32 << 20, 1)
     assert set(found) == {"encode", "decode"} and all(milliseconds > 0 for milliseconds in found.values())
+
+
+def _cpu(rows: Tables) -> None:
+    assert [(row["writer"], row["threads"]) for row in rows["checkpoints"]] == [
+        (writer, threads) for threads in (1, 2) for writer in ("dcp_nvcomp", "dcp", "dcp+zstd")
+    ]
+    assert {row["state"] for row in rows["coders"]} == {"bf16", "fp32", "together"}
+
+
+def _plans(rows: Tables) -> None:
+    anew, kept, *_ = rows["simulated"]
+    assert kept["to"] < anew["to"] and kept["back"] < anew["back"]
+
+
+def _overlap(rows: Tables) -> None:
+    slowest = rows["sinks"][0]
+    assert slowest["factor"] == 0.2
+    # however busy the machine is, a sink's rate is not exceeded
+    assert slowest["save_seconds"]["median"] > 0.9 * slowest["write_seconds"]["low"]
+
+
+def _reshard(rows: Tables) -> None:
+    columns, whole = rows["reshard"]
+    assert (whole["saved"], whole["loaded"]) == ("2 rows", "1 whole")
+    assert 1.0 <= whole["factor"] < 1.01 and whole["stock_factor"] >= 1.0
+    assert 1.0 <= columns["factor"] <= 2.01  # a rank wants half of each row: of narrow matrices, half of each block
+    (square,) = rows["squares"]
+    assert 1.0 <= square["factor"] < 1.05 and square["stock_factor"] >= 2.0
+
+
+def _scale(rows: Tables) -> None:
+    assert rows["tensors"][-1]["metadata_nbytes"] <= rows["tensors"][-1]["stock_metadata_nbytes"]
+    assert all(row["metadata"] <= 1.0 for row in rows["added"])
+
+
+def _tensors(rows: Tables) -> None:
+    for name, writers in (("checkpoints", 5), ("link", 3)):
+        assert len(rows[name]) == 4 * writers
+        assert all(row["ratio"] > 1.05 for row in rows[name] if row["writer"].startswith("dcp_nvcomp"))
+    # a footer's description of the codecs is much of a file of zeros
+    assert all(row["size"] <= 1.003 for row in rows["auto"] if row["ratio"] < 10)
+
+
+def _limits(rows: Tables) -> None:
+    for row in rows["bounds"]:
+        assert row["possible"] == pytest.approx(row["stock"]["median"] / row["least"])
+    assert all(row["planner"]["median"] > 0 and row["rest"]["median"] > 0 for row in rows["planning"])
+
+
+def _codecs(rows: Tables) -> None:
+    ratios = {row["codec"]: row["ratio"] for row in rows["codecs"]}
+    assert ratios["auto"] > 1.25 > ratios["zstd"] > ratios["none"]
+
+
+def _predictions(rows: Tables) -> None:
+    places = ["memory", "link of 200 MB/s", "S3"]
+    found = [(row["storage"], row["codec"]) for row in rows["predictions"]]
+    assert found == [(place, codec) for place in places for codec in ("auto", "none")]
+
+
+def _s3(rows: Tables) -> None:
+    ours, *_, as_many = rows["s3"]
+    assert (ours["writer"], as_many["writer"]) == ("dcp_nvcomp", "boto3, as many as encoded")
+    assert ours["stored"] == pytest.approx(as_many["stored"], rel=0.01)
+
+
+def _stores(rows: Tables) -> None:
+    for ours, theirs in itertools.pairwise(rows["stores"]):
+        if theirs["writer"] == "dcp":
+            assert ours["writer"] == "dcp_nvcomp" and ours["stored"] < theirs["stored"]
+
+
+CHECKS: dict[str, tuple[Callable[[Tables], None], dict[str, Any]]] = {
+    "cpu": (_cpu, {}),
+    "plans": (_plans, {}),
+    "overlap": (_overlap, {}),
+    "reshard": (_reshard, {}),
+    "scale": (_scale, {"parts": ("tensors", "size", "ranks", "planning", "memory")}),
+    "tensors": (_tensors, {"nbytes": 3 << 20}),
+    "limits": (_limits, {"nbytes": 24 << 20}),
+    "codecs": (_codecs, {}),
+    "predictions": (_predictions, {}),
+    "s3": (_s3, {}),
+    "stores": (_stores, {}),
+}
+
+
+@pytest.mark.tools
+@pytest.mark.s3
+@pytest.mark.filterwarnings("ignore:Sending a large body directly")  # adlfs does
+@pytest.mark.parametrize("suite", CHECKS)
+def test_a_suite(
+    suite: str, tmp_path: Path, moto_endpoint: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, options = CHECKS[suite]
+    if suite == "stores":
+        request.getfixturevalue("azure_store")
+        monkeypatch.setenv("DCP_NVCOMP_TEST_S3", moto_endpoint)
+    check(run_quick(suite, tmp_path, **options, s3=moto_endpoint))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}")
+@pytest.mark.parametrize("suite", ["gpu", "slices"])
+def test_on_a_gpu(tmp_path: Path, suite: str) -> None:
+    assert run_quick(suite, tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from dcp_nvcomp.cli.app import app
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, Tables, decode_footer, decode_trailer, encode_footer
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from dcp_nvcomp.saving.stats import SaveStats
-from tests.checkpoints import data_file, load, save
+from tests.checkpoints import data_file, file_names, load, save
 from tests.states import State, assert_same
 
 DAY_SECONDS = 86400.0
@@ -67,6 +68,18 @@ def make_old(*files: Path, days: float = 2.0) -> None:
     then = time.time() - days * DAY_SECONDS
     for file in files:
         os.utime(file, (then, then))
+
+
+def leave_save(path: Path, seed: int, *, days: float = 2.0, **options: Any) -> tuple[str, set[str]]:
+    """Leave the files of a save that was killed right before it published; return its id and their names."""
+    other = path.parent / f"other-{new_id()}"
+    save_id = save_model(other, seed, **options).save_id
+    left = file_names(other) - {".metadata"}
+    for name in left:
+        shutil.copy(other / name, path / name)
+        make_old(path / name, days=days)
+    shutil.rmtree(other)
+    return save_id, left
 
 
 def change_metadata(path: Path, change: Callable[[Metadata], None]) -> None:

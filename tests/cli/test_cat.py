@@ -22,10 +22,11 @@ STATE: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> str:
-    save(STATE, tmp_path, no_dist=True)
-    return str(tmp_path)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("cat")
+    save(STATE, path, no_dist=True)
+    return str(path)
 
 
 cat = partial(run, "cat")

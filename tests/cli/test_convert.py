@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -32,20 +31,6 @@ def test_to_safetensors(saved: Path) -> None:
     assert (status, errors) == (0, "")
     assert output == f"{saved}/a -> {to} (safetensors): 1 tensors, 20 bytes\n"
     assert load_file(to)["w"].dtype == torch.bfloat16
-
-
-def test_json(saved: Path) -> None:
-    status, output, _ = convert(saved / "a", saved / "b", "--to", "dcp", "--json")
-    assert status == 0
-    assert json.loads(output) == {
-        "schema": 1,
-        "source": str(saved / "a"),
-        "destination": str(saved / "b"),
-        "format": "dcp",
-        "tensors": 1,
-        "objects": 1,
-        "nbytes": 40,
-    }
 
 
 def test_mistakes(saved: Path) -> None:

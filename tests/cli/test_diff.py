@@ -44,11 +44,12 @@ def other() -> dict[str, Any]:
 diff = partial(run, "diff")
 
 
-@pytest.fixture
-def paths(tmp_path: Path) -> tuple[str, str]:
-    save(state(), tmp_path / "a", no_dist=True)
-    save_stock(tmp_path / "b", other())
-    return str(tmp_path / "a"), str(tmp_path / "b")
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    path = tmp_path_factory.mktemp("diff")
+    save(state(), path / "a", no_dist=True)
+    save_stock(path / "b", other())
+    return str(path / "a"), str(path / "b")
 
 
 def test_every_difference(paths: tuple[str, str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, save
+from tests.checkpoints import data_file, flip
 
 from .checkpoints import make_old, new_id, run
 
@@ -49,34 +50,25 @@ def _fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from _fields(one, f"{path}[]")
 
 
-def _no_constant(name: str) -> None:
-    raise AssertionError(f"{name} is no JSON")
-
-
-@pytest.fixture
-def checkpoints(tmp_path: Path) -> Path:
-    """A run with what each command has something to say about."""
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with what each command has something to say about; each has its own part."""
+    path = tmp_path_factory.mktemp("documented")
     state = {"w": torch.arange(20_000.0), "small": torch.ones(3), "step": 1, "odd": {"loss": float("nan")}}
-    save(state, tmp_path / "step-1", no_dist=True)
+    for name in ("step-1", "broken", "lost", "corrupt"):
+        save(state, path / name, no_dist=True)
+    flip(data_file(path / "broken"), 100)
+    (path / "lost" / ".metadata").unlink()
+    (path / "corrupt" / ".metadata").write_bytes(b"no metadata")
     state["w"][7] = torch.inf
-    save({**state, "step": 2}, tmp_path / "step-2", no_dist=True)
-    save(state, tmp_path / "broken", no_dist=True)
-    data = next((tmp_path / "broken").glob("*.distcp"))
-    damaged = bytearray(data.read_bytes())
-    damaged[100] ^= 1
-    data.write_bytes(damaged)
-    save(state, tmp_path / "lost", no_dist=True)
-    (tmp_path / "lost" / ".metadata").unlink()
-    save(state, tmp_path / "corrupt", no_dist=True)
-    (tmp_path / "corrupt" / ".metadata").write_bytes(b"no metadata")
-    with CheckpointManager(tmp_path / "run", every=1) as manager:
+    save({**state, "step": 2}, path / "step-2", no_dist=True)
+    with CheckpointManager(path / "run", every=1) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": torch.zeros(3)}, metrics={"loss": float("nan")})
-    (tmp_path / "run" / "step-2" / ".removing").mkdir()  # so that step 2 can't be removed
-    orphan = tmp_path / "step-1" / f"__0_0_{new_id()}.distcp"  # of a save that died
-    orphan.write_bytes(b"x")
-    make_old(*(tmp_path / "step-1").iterdir())
-    return tmp_path
+    (path / "run" / "step-2" / ".removing").mkdir()  # so that step 2 can't be removed
+    (path / "step-1" / f"__0_0_{new_id()}.distcp").write_bytes(b"x")  # of a save that died
+    make_old(*(path / "step-1").iterdir())
+    return path
 
 
 COMMANDS = {
@@ -107,7 +99,7 @@ def test_fields_are_those_of_the_docs(checkpoints: Path, command: str) -> None:
     documented, seen = _documented(command), set()
     for line in COMMANDS[command]:
         _, output, _ = run(*(word.replace("{}", str(checkpoints)) for word in line.split()), "--json")
-        document = json.loads(output, parse_constant=_no_constant)
+        document = json.loads(output, parse_constant=pytest.fail)
         assert document.pop("schema") == 1
         for field, value in _fields(document):
             name = _name(command, field)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,9 @@ from tests.cli.checkpoints import run
 
 
 @pytest.fixture
-def managed(tmp_path: Path) -> Path:
-    """A run of the steps 10 to 60, whose loss is lowest at 30."""
-    with CheckpointManager(tmp_path, every=10, keep=Keep(last=5, best=Best("loss"))) as manager:
-        for step in range(10, 61, 10):
-            manager.save(step, {"w": torch.zeros(1000)}, metrics={"loss": abs(step - 30) / 10})
-    return tmp_path
+def managed(made: Path, tmp_path: Path) -> Path:
+    """A copy of that run."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
 
 
 command = partial(run, width=200)
@@ -45,9 +43,7 @@ def test_ls_shows_metrics_and_why_a_step_is_kept(managed: Path) -> None:
 def test_prune_says_what_would_go_and_then_removes_it(managed: Path) -> None:
     arguments = ("prune", managed, "--keep-last", 1, "--keep-best", "loss:min:2", "--milestone", 50)
     code, out, _ = command(*arguments, "--dry-run")
-    assert (
-        code == 0 and "2 steps would go" not in out and "1 steps would go" in out.replace("step would", "steps would")
-    )
+    assert code == 0 and "1 steps would go" in out
     assert steps(managed) == [20, 30, 40, 50, 60]
     code, out, _ = command(*arguments, "--json")
     document = json.loads(out)
@@ -126,24 +122,30 @@ def test_the_newest_stays_whatever_a_callable_says(managed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (("--keep-last", 0), "keep-last"),
-        (("--keep-last", 1, "--newer-than", "soon"), "newer-than"),
-        (("--keep-last", 1, "--keep-best", "loss:min:x"), "keep-best"),
+        (("--keep-last", 0), 2, "keep-last"),
+        (("--keep-last", 1, "--newer-than", "soon"), 2, "newer-than"),
+        (("--keep-last", 1, "--keep-best", "loss:min:x"), 2, "keep-best"),
+        (("--keep-last", 1, "--keep-best", "loss:least"), 1, "least"),
     ],
 )
-def test_wrong_command_lines(managed: Path, arguments: tuple[Any, ...], words: str) -> None:
-    code, _, error = command("prune", managed, *arguments)
-    assert code == 2 and words in error
-
-
-def test_a_mode_that_is_none_is_named(managed: Path) -> None:
-    code, _, error = command("prune", managed, "--keep-last", 1, "--keep-best", "loss:least")
-    assert code == 1 and "least" in error
+def test_wrong_command_lines(made: Path, arguments: tuple[Any, ...], code: int, words: str) -> None:
+    found, _, error = command("prune", made, *arguments)
+    assert found == code and words in error
 
 
 def test_nothing_to_prune(tmp_path: Path) -> None:
     assert command("prune", tmp_path, "--keep-last", 1)[0] == 1
     with pytest.raises(ConfigurationError, match="safe_objects"):
         prune_run(tmp_path, Keep(), storage_options={"safe_objects": True})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the steps 10 to 60, whose loss is lowest at 30."""
+    path = tmp_path_factory.mktemp("run")
+    with CheckpointManager(path, every=10, keep=Keep(last=5, best=Best("loss"))) as manager:
+        for step in range(10, 61, 10):
+            manager.save(step, {"w": torch.zeros(1000)}, metrics={"loss": abs(step - 30) / 10})
+    return path

@@ -5,12 +5,10 @@ from __future__ import annotations
 import pickle
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
@@ -21,8 +19,7 @@ from dcp_nvcomp.errors import CheckpointNotFoundError, ConcurrentSaveError, Conf
 from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, IMPOSSIBLE, INTACT, RECOVERED, Recovery
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import data_file, file_names, flip, save_stock
-from tests.cli.checkpoints import loaded_seed, make_old, model_state, new_id, run, save_model
-from tests.conftest import S3Store
+from tests.cli.checkpoints import leave_save, loaded_seed, make_old, model_state, new_id, run, save_model
 
 
 @pytest.fixture
@@ -30,24 +27,8 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "step-1"
 
 
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten days later by the storage's clock: a test can set when a file was written, but not when it arrived."""
-    monkeypatch.setattr(PosixFilesystem, "now_seconds", lambda self: time.time() + 10 * 86400)
-
-
 def contents(path: Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in file_names(path)}
-
-
-def leave_orphans(path: Path, seed: int) -> str:
-    """Another save's files and its copy of `.metadata`, as a save that was killed right before publishing leaves."""
-    other = path.parent / f"other-{new_id()}"
-    save_id = save_model(other, seed).save_id
-    for name in file_names(other) - {".metadata"}:
-        shutil.copy(other / name, path / name)
-    shutil.rmtree(other)
-    return save_id
 
 
 def refused(path: Path, outcome: str, save_id: str | None = None) -> Recovery:
@@ -86,37 +67,19 @@ def test_lost_metadata(path: Path) -> None:
     assert loaded_seed(path) == 3
 
 
-@pytest.mark.parametrize("damage", ["empty", "truncated", "flipped", "noise"])
-def test_damaged_metadata(path: Path, damage: str) -> None:
+def test_damaged_metadata(path: Path) -> None:
     stats = save_model(path, seed=4)
     before = contents(path)
     data = before[".metadata"]
     at = data.index(b"storage_data")
-    spoiled = {
-        "empty": b"",
-        "truncated": data[: len(data) // 2],
-        "flipped": data[:at] + b"S" + data[at + 1 :],
-        "noise": bytes(range(256)),
-    }
-    (path / ".metadata").write_bytes(spoiled[damage])
-    with pytest.raises(CheckpointException):
-        loaded_seed(path)
-    found = tools.recover(path)
-    assert (found.outcome, found.save_id) == (RECOVERED, stats.save_id)
-    assert contents(path) == before
-    assert loaded_seed(path) == 4
-
-
-def test_on_s3(any_s3_store: S3Store) -> None:
-    url, options = any_s3_store
-    stats = save_model(url, seed=5, **options)
-    fs, root = fsspec.url_to_fs(url, use_listings_cache=False, **options)
-    fs.rm_file(f"{root}/.metadata")
-    found = tools.recover(url, storage_options=options)
-    assert (found.outcome, found.save_id) == (RECOVERED, stats.save_id)
-    (candidate,) = found.candidates
-    assert candidate.modified_seconds == pytest.approx(time.time(), abs=300)
-    assert loaded_seed(url, **options) == 5
+    for spoiled in (b"", data[: len(data) // 2], data[:at] + b"S" + data[at + 1 :], bytes(range(256))):
+        (path / ".metadata").write_bytes(spoiled)
+        with pytest.raises(CheckpointException):
+            loaded_seed(path)
+        found = tools.recover(path)
+        assert (found.outcome, found.save_id) == (RECOVERED, stats.save_id)
+        assert contents(path) == before
+        assert loaded_seed(path) == 4
 
 
 @pytest.mark.usefixtures("later")
@@ -149,7 +112,7 @@ def test_a_killed_save_over_a_stock_checkpoint(path: Path) -> None:
     """Both are complete: either may be named, and `clean` keeps both."""
     save_stock(path, model_state(1))
     stock = file_names(path) - {".metadata"}
-    new = leave_orphans(path, seed=2)
+    new = leave_save(path, seed=2)[0]
     aside = move_aside(path)
     shutil.copy(path / f"__{new}.metadata", path / f".metadata.{new_id()}.tmp")  # it was to become `.metadata`
     make_old(*path.iterdir())
@@ -179,33 +142,10 @@ def test_a_save_of_ours_whose_copy_is_gone_was_moved_aside(path: Path) -> None:
     assert loaded_seed(path) == 3
 
 
-@pytest.mark.usefixtures("later")
-def test_what_was_moved_aside_misses_a_file(path: Path) -> None:
-    save_stock(path, model_state(3))
-    aside = move_aside(path)
-    gone = next(path.glob("*.distcp"))
-    gone.unlink()
-    found = refused(path, IMPOSSIBLE)
-    assert [(one.save_id, one.problems) for one in found.candidates] == [(aside, (f"{gone.name} is missing.",))]
-    assert tools.clean(path).orphans == ()
-
-
-@pytest.mark.usefixtures("later")
-def test_what_was_moved_aside_asks_for_a_global(path: Path) -> None:
-    """It may be good, so `clean` keeps it."""
-    save_stock(path, model_state(3))
-    aside = move_aside(path)
-    (path / aside).write_bytes(pickle.dumps(print))
-    make_old(path / aside)
-    assert tools.clean(path).orphans == ()
-    assert aside in file_names(path)
-    assert refused(path, IMPOSSIBLE).candidates[0].save_id == aside
-
-
 @pytest.mark.parametrize("broken", ["data", "copy"])
 def test_the_only_complete_save_is_taken(path: Path, broken: str) -> None:
     stats = save_model(path, seed=1)
-    other = leave_orphans(path, seed=2)
+    other = leave_save(path, seed=2)[0]
     (path / ".metadata").unlink()
     if broken == "data":
         next(path.glob(f"*_{other}.distcp")).unlink()
@@ -220,15 +160,14 @@ def test_the_only_complete_save_is_taken(path: Path, broken: str) -> None:
 # ---- several saves ----
 
 
-@pytest.mark.parametrize("state_of_metadata", ["missing", "damaged"])
-def test_several_complete_saves(path: Path, state_of_metadata: str) -> None:
+@pytest.mark.parametrize("lost", [True, False])
+def test_several_complete_saves(path: Path, lost: bool) -> None:
     stats = save_model(path, seed=1)
-    other = leave_orphans(path, seed=2)
+    other, _ = leave_save(path, seed=2)
     make_old(path / f"__{other}.metadata", days=365)
-    if state_of_metadata == "missing":
+    (path / ".metadata").write_bytes(b"no pickle")
+    if lost:
         (path / ".metadata").unlink()
-    else:
-        (path / ".metadata").write_bytes(b"no pickle")
     found = refused(path, AMBIGUOUS)
     assert [one.save_id for one in found.candidates] == [stats.save_id, other]
     assert all(one.is_complete and one.keys == len(model_state()) for one in found.candidates)
@@ -236,14 +175,13 @@ def test_several_complete_saves(path: Path, state_of_metadata: str) -> None:
     _, output, _ = run("recover", str(path))
     row = next(line for line in output.splitlines() if line.startswith(other))
     assert re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d +5 .* complete$", row)
-    status, _, _ = run("recover", str(path), "--save-id", other)
-    assert status == 0
+    assert run("recover", str(path), "--save-id", other)[0] == 0
     assert loaded_seed(path) == 2
 
 
 def test_a_named_save_that_is_not_complete(path: Path) -> None:
     save_model(path, seed=1)
-    other = leave_orphans(path, seed=2)
+    other = leave_save(path, seed=2)[0]
     (path / ".metadata").unlink()
     file = next(path.glob(f"*_{other}.distcp"))
     file.write_bytes(file.read_bytes()[:-1])
@@ -254,10 +192,7 @@ def test_a_named_save_that_is_not_complete(path: Path) -> None:
 # ---- nothing is complete ----
 
 
-DAMAGES = ["missing", "truncated", "footer", "swapped"]
-
-
-@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize("how", ["missing", "truncated", "footer", "swapped"])
 def test_no_complete_save(path: Path, how: str) -> None:
     save_model(path)
     (path / ".metadata").unlink()
@@ -296,16 +231,12 @@ def test_a_copy_under_another_name(path: Path) -> None:
     assert "is of another save" in candidate.problems[0]
 
 
-def test_nothing_at_all(path: Path) -> None:
-    path.mkdir()
+@pytest.mark.parametrize("save_id", ["x", "0" * 31, "G" * 32, "../" + "0" * 29])
+def test_an_invalid_save_id(path: Path, save_id: str) -> None:
     with pytest.raises(CheckpointNotFoundError):
         tools.recover(path)
     status, output, errors = run("recover", str(path))
     assert (status, output, errors.count("\n")) == (1, "", 1)
-
-
-@pytest.mark.parametrize("save_id", ["x", "0" * 31, "G" * 32, "../" + "0" * 29])
-def test_a_save_id_that_is_none(path: Path, save_id: str) -> None:
     save_model(path)
     with pytest.raises(ConfigurationError, match="32 hexadecimal digits"):
         tools.recover(path, save_id=save_id)
@@ -328,14 +259,14 @@ def test_a_good_checkpoint_is_left_alone(path: Path) -> None:
 
 def test_a_good_checkpoint_is_not_replaced_by_a_named_one(path: Path) -> None:
     save_model(path, seed=1)
-    other = leave_orphans(path, seed=2)
+    other = leave_save(path, seed=2)[0]
     assert "good checkpoint is not replaced" in refused(path, IMPOSSIBLE, other).reason
     assert loaded_seed(path) == 1
 
 
 def _misses_files(path: Path) -> str:
     stats = save_model(path, seed=1)
-    other = leave_orphans(path, seed=2)
+    other = leave_save(path, seed=2)[0]
     next(path.glob(f"*_{stats.save_id}.distcp")).unlink()
     return other
 
@@ -352,13 +283,13 @@ def _names_another_place(path: Path) -> str:
     save_stock(path, model_state(1))
     data = (path / ".metadata").read_bytes()
     (path / ".metadata").write_bytes(data.replace(b"__0_0.distcp", b"/_0_0.distcp"))
-    return leave_orphans(path, seed=2)
+    return leave_save(path, seed=2)[0]
 
 
 def _of_ranks(path: Path) -> str:
     dcp.save(model_state(1), storage_writer=NvcompWriter(path, engine="cpu"), use_collectives=False)
     assert loaded_seed(path) == 1
-    return leave_orphans(path, seed=2)
+    return leave_save(path, seed=2)[0]
 
 
 @pytest.mark.parametrize("make", [_misses_files, _asks_for_a_global, _names_another_place, _of_ranks])
@@ -370,9 +301,9 @@ def test_what_may_be_good_is_replaced_only_by_name(path: Path, make: Callable[[P
 
 
 def test_a_stock_checkpoint_whose_metadata_was_flipped_on_the_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no CRC that would tell, and the flip can make a path of a name."""
+    """It has no CRC, and the flip can make a path of a name."""
     save_stock(path, model_state(1))
-    leave_orphans(path, seed=2)
+    leave_save(path, seed=2, days=0)
     before, (real, flips) = contents(path), (PosixFilesystem.read_all, [])
 
     def read_all(self: PosixFilesystem, name: str, **options: Any) -> bytes:
@@ -406,16 +337,13 @@ def test_stock(path: Path) -> None:
 def test_trouble_with_the_storage_is_not_damage(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even if it passes by: what could not be read once is not replaced by what can be read."""
     stats = save_model(path, seed=1)
-    leave_orphans(path, seed=2)
+    leave_save(path, seed=2)
     next(path.glob(f"*_{stats.save_id}.distcp")).rename(path / "hidden")
     before = contents(path)
-    real, failures = PosixFilesystem.read_all, [1]
 
     def read_all(self: PosixFilesystem, name: str, **options: Any) -> bytes:
-        if failures[0]:
-            failures[0] -= 1
-            raise StorageError("the network is down")
-        return real(self, name, **options)
+        monkeypatch.undo()
+        raise StorageError("the network is down")
 
     monkeypatch.setattr(PosixFilesystem, "read_all", read_all)
     with pytest.raises(StorageError, match="network is down"):
@@ -427,17 +355,30 @@ def test_trouble_with_the_storage_is_not_damage(path: Path, monkeypatch: pytest.
 def test_a_save_publishes_meanwhile(path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
     """Whether `.metadata` was lost or damaged: the save wins."""
     save_model(path, seed=1)
+    (path / ".metadata").write_bytes(b"no pickle")
     if lost:
         (path / ".metadata").unlink()
-    else:
-        (path / ".metadata").write_bytes(b"no pickle")
     real = dcp_nvcomp.maintenance.recovery._publish
-
-    def late(*arguments: Any) -> None:
-        save_model(path, seed=2)
-        real(*arguments)
-
-    monkeypatch.setattr(dcp_nvcomp.maintenance.recovery, "_publish", late)
+    monkeypatch.setattr(
+        dcp_nvcomp.maintenance.recovery, "_publish", lambda *given: (save_model(path, seed=2), real(*given))
+    )
     with pytest.raises(ConcurrentSaveError):
         tools.recover(path)
     assert loaded_seed(path) == 2
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("how", ["a file is missing", "it asks for a global"])
+def test_what_was_moved_aside_is_not_whole(path: Path, how: str) -> None:
+    """It may be good, or what the rest is recovered from, so `clean` keeps it."""
+    save_stock(path, model_state(3))
+    aside, gone = move_aside(path), data_file(path)
+    if how == "a file is missing":
+        gone.unlink()
+    else:
+        (path / aside).write_bytes(pickle.dumps(print))
+        make_old(path / aside)
+    (candidate,) = refused(path, IMPOSSIBLE).candidates
+    assert candidate.save_id == aside
+    assert (candidate.problems == (f"{gone.name} is missing.",)) == (how == "a file is missing")
+    assert tools.clean(path).orphans == () and aside in file_names(path)

@@ -6,18 +6,15 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from dcp_nvcomp import save
 from dcp_nvcomp.cli.output import Column, left, local_time, table_lines
-from dcp_nvcomp.format.metadata.summary import summary_at_end
 from tests.cli.checkpoints import run
 
 COLUMNS = (left("key"), left("dtype", drop=2), Column("size", drop=1), Column("ratio"))
@@ -79,46 +76,3 @@ def test_lists_show_files_of_such_times(tmp_path: Path, seconds: int) -> None:
     for command in ("ls", "clean"):
         _runs(command, str(tmp_path / "run") if command == "ls" else str(tmp_path / "run" / "step-1"))
     _runs("recover", str(tmp_path / "run" / "step-1"))
-
-
-SANE = {
-    "save_id": "ab",
-    "saved_seconds": 1.0,
-    "ranks": 1,
-    "keys": 1,
-    "uncompressed_nbytes": 3,
-    "stored_nbytes": 2,
-    "version": "1",
-    "step": 7,
-    "metrics": {"loss": 1.5, "nan": math.nan, "inf": math.inf, "n": 3},
-}
-
-
-def _summary(**changed: Any) -> bytes:
-    text = json.dumps({**SANE, **changed}).encode()
-    return b"DCPNVsum" + f"{crc32c(text):08x}".encode() + text
-
-
-def test_a_sane_summary() -> None:
-    found = summary_at_end(_summary())
-    assert found is not None and found.metrics["inf"] == math.inf and found.step == 7
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"saved_seconds": math.nan},
-        {"saved_seconds": math.inf},
-        {"saved_seconds": 10**400},
-        {"ranks": 10**400},
-        {"uncompressed_nbytes": 10**400},
-        {"stored_nbytes": 1 << 63},
-        {"step": 10**400},
-        {"metrics": {"loss": 10**400}},
-        {"metrics": {"loss": -(10**400)}},
-        {"metrics": {"loss": True}},
-        {"keys": math.inf},
-    ],
-)
-def test_a_summary_of_numbers_beyond_all_measure_is_none(changed: dict[str, Any]) -> None:
-    assert summary_at_end(_summary(**changed)) is None

@@ -133,9 +133,6 @@ def test_kernels_refuse_sizes_that_do_not_fit(kernels: ModuleType, wrong: str) -
     for kernel in (kernels.split_floats, kernels.merge_floats):
         with pytest.raises(ValueError, match="not those of this block"):
             kernel(*arguments)
-
-
-def test_unpack_refuses_sizes_that_do_not_fit(kernels: ModuleType) -> None:
     with pytest.raises(ValueError, match="not that of this block"):
         kernels.unpack_rest(np.zeros(13, np.uint8), np.zeros(16, np.uint8), False)
 
@@ -155,21 +152,6 @@ def test_the_same_scratch_serves_blocks_of_all_sizes(width: int) -> None:
         assert out.tobytes() == raw.tobytes()
 
 
-def test_two_byte_floats_have_no_low_plane() -> None:
-    assert Planes(2).plane_names == ("rest", "exponent")
-    assert Planes(4).plane_names == Planes(8).plane_names == ("low", "rest", "exponent")
-
-
 @pytest.mark.parametrize(("coded", "allowed"), [((), {0, 1, 3}), (("exponent",), {0, 1, 3}), (("rest",), {0})])
 def test_flags_that_planes_can_have(coded: tuple[str, ...], allowed: set[int]) -> None:
     assert {flags for flags in range(9) if Planes(4, coded).check_flags(flags)} == allowed
-
-
-@pytest.mark.parametrize(("signs", "flags"), [("mixed", 0), ("positive", 1), ("negative", 3)])
-def test_flags(signs: str, flags: int) -> None:
-    block = torch.from_numpy(floats(4, 64, "positive", 1))
-    if signs == "negative":
-        block = block | torch.tensor([0, 0, 0, 0x80], dtype=torch.uint8).repeat(64)
-    elif signs == "mixed":
-        block[-1] |= 0x80
-    assert planes_reference.split(block, Planes(4), pack=True)[0] == flags

@@ -165,7 +165,7 @@ def test_frames_made_elsewhere_are_left_to_the_engine(monkeypatch: pytest.Monkey
         engine.decode(block.data, block.row, chain, into, verify="full")
         assert np.array_equal(into, rows[0])
     assert len(tries) == 2, "one of 16"
-    # a footer does not tell the two chains apart, and in one file both may occur
+    # the two chains look the same in a footer, and in one file both may occur
     (ours,) = encoded(rows, (rows.size,), chain_of(4))
     for _ in range(17):
         engine.decode(ours.data, ours.row, chain, into, verify="full")
@@ -220,7 +220,7 @@ def test_decoded_bytes_that_are_not_those_saved_are_found() -> None:
 
 
 def forged(random: np.random.Generator, block: EncodedBlock) -> tuple[bytes, int, tuple[int, ...], int, int]:
-    """An encoded block and its rows of the tables as nobody wrote them, its sum right most of the time."""
+    """An encoded block and its rows of the tables as no encoder writes them, its sum right most of the time."""
     data, row = bytearray(block.data), block.row
     for _ in range(random.integers(0, 3)):
         data[random.integers(0, len(data))] = random.integers(0, 256)

@@ -103,7 +103,7 @@ class _Source:
         return self.take(len(self._data) - self._at)
 
     def finish(self, of: str) -> None:
-        _demand(self._at == len(self._data), f"{len(self._data) - self._at} bytes behind {of}")
+        _demand(self._at == len(self._data), f"{len(self._data) - self._at} bytes after {of}")
 
 
 def _frame_header(source: _Source) -> tuple[int, int | None]:

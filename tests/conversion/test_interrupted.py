@@ -56,15 +56,6 @@ def values(directory: Path) -> dict[str, float]:
     return found
 
 
-def test_files_of_another_checkpoint_are_replaced(steps: list[Path], tmp_path: Path) -> None:
-    into_files(steps[0], tmp_path / "hf")
-    with pytest.raises(errors.CheckpointExistsError):
-        into_files(steps[1], tmp_path / "hf")
-    into_files(steps[1], tmp_path / "hf", overwrite=True)
-    assert values(tmp_path / "hf") == dict.fromkeys(KEYS, 2.0)
-    assert file_names(tmp_path / "hf") == {*SHARDS, INDEX}
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_conversion_that_was_cut_off_goes_on_with_its_own_source_only(
     steps: list[Path], tmp_path: Path, overwrite: bool
@@ -125,7 +116,7 @@ def test_from_one_file_to_several_and_back(steps: list[Path], tmp_path: Path, ov
     assert values(to) == dict.fromkeys(KEYS, 1.0)
 
 
-def test_files_that_nobody_can_tell_the_source_of_are_left(steps: list[Path], tmp_path: Path) -> None:
+def test_files_of_an_unknown_source_are_left(steps: list[Path], tmp_path: Path) -> None:
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / SHARDS[0]).write_bytes(to_safetensors({"a": torch.zeros(1000)}))
     with pytest.raises(errors.CheckpointExistsError):
@@ -143,19 +134,6 @@ def test_two_conversions_into_one_directory(steps: list[Path], tmp_path: Path) -
     with pytest.raises(errors.ConcurrentSaveError):
         into_files(steps[0], to, progress=other)
     assert INDEX not in file_names(to)
-
-
-@pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "hf"])
-def test_the_old_file_is_there_until_the_new_one_is(steps: list[Path], tmp_path: Path, name: str) -> None:
-    to: Any = "safetensors" if name == "hf" else None
-    convert(steps[0], tmp_path / name, to=to)
-    before = file_names(tmp_path)
-    with pytest.raises(Stop):
-        convert(steps[1], tmp_path / name, to=to, overwrite=True, progress=stop_after(4000))
-    convert(tmp_path / name, tmp_path / "back")
-    with open_checkpoint(tmp_path / "back") as checkpoint:
-        assert {float(checkpoint[key][0]) for key in KEYS} == {1.0}
-    assert file_names(tmp_path) == before | {"back"}
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
@@ -178,23 +156,6 @@ def stock_values(path: Path) -> dict[str, list[float]]:
     return {key: tensor.unique().tolist() for key, tensor in into.items()}
 
 
-def test_a_checkpoint_of_stock_dcp_is_replaced_when_the_new_one_is_complete(
-    steps: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dcp_nvcomp.conversion.checkpoints._STOCK_FILE_NBYTES", 4000)
-    to = tmp_path / "stock"
-    save_stock(to, {key: torch.full((1000,), 1.0) for key in KEYS})
-    before = file_names(to)
-    for nbytes in (0, 4000, 8000):
-        with pytest.raises(Stop):
-            convert(steps[1], to, to="dcp", overwrite=True, progress=stop_after(nbytes))
-        assert file_names(to) == before
-        assert stock_values(to) == {key: [1.0] for key in KEYS}
-    convert(steps[1], to, to="dcp", overwrite=True)
-    assert stock_values(to) == {key: [2.0] for key in KEYS}
-    assert len(file_names(to)) == 4 and not file_names(to) - {".metadata"} & before
-
-
 def test_what_a_killed_conversion_to_stock_dcp_left_can_be_cleaned(
     steps: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,31 +171,6 @@ def test_what_a_killed_conversion_to_stock_dcp_left_can_be_cleaned(
     tools.clean(tmp_path / "stock")
     assert file_names(tmp_path / "stock") == before
     assert stock_values(tmp_path / "stock") == {key: [1.0] for key in KEYS}
-
-
-def test_remote_files_are_replaced_when_they_are_complete(steps: list[Path], tmp_path: Path) -> None:
-    for name, to in (("m.safetensors", None), ("m.pt", None), ("stock", "dcp")):
-        url = f"memory://interrupted{id(steps)}/{name}"
-        options: Any = {"to": to, "source_options": {}}
-        convert(steps[0], url, **options)
-        before = fsspec.filesystem("memory").find(url)
-        with pytest.raises(Stop):
-            convert(steps[1], url, overwrite=True, progress=stop_after(4000), **options)
-        assert fsspec.filesystem("memory").find(url) == before
-        convert(url, tmp_path / name)
-        convert(steps[1], url, overwrite=True, **options)
-        convert(url, tmp_path / f"{name}-2")
-        for number in (1, 2):
-            with open_checkpoint(_checkpoint(tmp_path, name, number)) as checkpoint:
-                assert {float(checkpoint[key][0]) for key in KEYS} == {float(number)}
-
-
-def _checkpoint(tmp_path: Path, name: str, number: int) -> Path:
-    path = tmp_path / (name if number == 1 else f"{name}-2")
-    if path.is_dir():
-        return path
-    convert(path, tmp_path / f"{path.name}-read")
-    return tmp_path / f"{path.name}-read"
 
 
 # --- the source itself ---------------------------------------------------------------------------------------------
@@ -261,6 +197,34 @@ def test_a_source_is_not_written_over(tmp_path: Path) -> None:
     torch.save(state, hf / "pytorch_model.bin")
     convert(hf / "pytorch_model.bin", hf, to="safetensors", overwrite=True)  # not the same files
     assert load_file(hf / "model.safetensors")["a"].sum() == 1000
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize(
+    ("name", "to"), [("m.safetensors", None), ("m.pt", None), ("hf", "safetensors"), ("stock", "dcp")]
+)
+def test_the_old_one_is_there_until_the_new_one_is(
+    steps: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: Any, remote: bool
+) -> None:
+    monkeypatch.setattr("dcp_nvcomp.conversion.checkpoints._STOCK_FILE_NBYTES", 4000)
+    place = f"memory://interrupted{id(steps)}" if remote else str(tmp_path / "place")
+    filesystem, url = fsspec.filesystem("memory" if remote else "file"), f"{place}/{name}"
+    options: dict[str, Any] = {"to": to, "source_options": {}}
+    convert(steps[0], url, **options)
+    before = filesystem.find(place)
+    with pytest.raises(errors.CheckpointExistsError):
+        convert(steps[1], url, **options)
+    for nbytes in (0, 4000, 8000):
+        with pytest.raises(Stop):
+            convert(steps[1], url, overwrite=True, progress=stop_after(nbytes), **options)
+        assert filesystem.find(place) == before
+    convert(url, tmp_path / "old")
+    convert(steps[1], url, overwrite=True, **options)
+    convert(url, tmp_path / "new")
+    for number, path in enumerate(("old", "new"), 1):
+        with open_checkpoint(tmp_path / path) as checkpoint:
+            assert {float(checkpoint[key][0]) for key in KEYS} == {float(number)}
+    assert len(filesystem.find(place)) == len(before)
 
 
 @pytest.mark.parametrize("destination", ["memory://self", "memory:///self", "memory://self/model.safetensors"])

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from dcp_nvcomp import (
-    CheckpointError,
     CorruptDataError,
     convert,
     errors,
     load_compressed_checkpoint,
     open_checkpoint,
     save_compressed_checkpoint,
+    tools,
 )
 from dcp_nvcomp.conversion.entries import pieces
 from tests.checkpoints import save_stock
@@ -114,40 +114,6 @@ def test_a_prefix_that_is_a_whole_key(tmp_path: Path) -> None:
         convert(tmp_path / "a.pt", tmp_path / "b", prefix="model.w")
 
 
-def header(**one: Any) -> bytes:
-    described = {"dtype": "U8", "shape": [6], "data_offsets": [0, 6], **one}
-    text = json.dumps({"a": described}).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(6)
-
-
-@pytest.mark.parametrize(
-    "one",
-    [
-        {"shape": [0, 99999999999999999999], "data_offsets": [0, 0]},
-        {"shape": [-2, -3]},
-        {"shape": [6.0]},
-        {"shape": [True, 6]},
-        {"data_offsets": [0.0, 6.0]},
-        {"dtype": ["U8"]},
-    ],
-)
-def test_headers_that_describe_no_tensor(tmp_path: Path, one: Any) -> None:
-    (tmp_path / "a.safetensors").write_bytes(header(**one))
-    with pytest.raises(errors.CorruptDataError):
-        convert(tmp_path / "a.safetensors", tmp_path / "b")
-
-
-def test_dtypes_that_are_not_known_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(header(dtype="F4"))
-    with pytest.raises(errors.CorruptDataError, match="'F4' is no dtype that can be read here, which are F64"):
-        convert(tmp_path / "a.safetensors", tmp_path / "b")
-    tensors = {"s": torch.arange(4, dtype=torch.uint8).view(torch.float8_e8m0fnu)}
-    save_file(tensors, tmp_path / "e8.safetensors")
-    convert(tmp_path / "e8.safetensors", tmp_path / "b")
-    convert(tmp_path / "b", tmp_path / "c.safetensors")
-    assert torch.equal(load_file(tmp_path / "c.safetensors")["s"].view(torch.uint8), torch.arange(4, dtype=torch.uint8))
-
-
 def test_what_to_do_with_a_dtype_that_safetensors_lacks(tmp_path: Path) -> None:
     for dtype, advice in (
         (torch.complex128, "leave it out by prefix="),
@@ -167,26 +133,16 @@ def test_links_as_in_the_cache_of_huggingface_hub(tmp_path: Path, has_index: boo
     blobs.mkdir()
     snapshot.mkdir(parents=True)
     save_file({"w": torch.ones(3)}, blobs / "123")
+    torch.save({"w": torch.ones(3)}, blobs / "789")
     (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    (tmp_path / "latest.pt").symlink_to("blobs/789")
     if has_index:
         (blobs / "456").write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))
-        (snapshot / "model.safetensors.index.json").symlink_to("../../blobs/456")
-    for number, source in enumerate((snapshot, snapshot / "model.safetensors")):
+        (snapshot / INDEX).symlink_to("../../blobs/456")
+    for number, source in enumerate((snapshot, snapshot / "model.safetensors", tmp_path / "latest.pt")):
         assert convert(source, tmp_path / str(number)).tensors == 1
     with pytest.raises(errors.ConfigurationError, match="that it reads"):
         convert(snapshot, blobs / "123", to="torch", overwrite=True)
-
-
-def test_an_index_does_not_lead_out(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../x.safetensors"}}))
-    with pytest.raises(errors.UnsafePathError):
-        convert(tmp_path, tmp_path / "b")
-
-
-def test_a_linked_file_of_torch(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(3)}, tmp_path / "real.pt")
-    (tmp_path / "latest.pt").symlink_to("real.pt")
-    assert convert(tmp_path / "latest.pt", tmp_path / "b").tensors == 1
 
 
 @pytest.mark.parametrize("suffix", [".ckpt", ".pt", ".safetensors"])
@@ -201,28 +157,6 @@ def test_files_at_the_root_of_a_storage() -> None:
 
 
 # --- hostile files ---------------------------------------------------------------------------------------------------
-
-
-class Filling:
-    """Fills the memory when it is loaded."""
-
-    def __reduce__(self) -> Any:
-        return bytearray, (600 << 20,)
-
-
-def test_bytearray_in_a_file_of_torch(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(1), "x": Filling()}, tmp_path / "a.pt", pickle_protocol=2)
-    with pytest.raises(errors.UnsafeObjectError, match=r"needs bytearray.*a\.pt"):
-        convert(tmp_path / "a.pt", tmp_path / "b")
-
-
-def test_files_from_before_torch_1_6(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(errors.CorruptDataError, match=r"before torch 1\.6"):
-        convert(tmp_path / "a.pt", tmp_path / "b")
-    (tmp_path / "c.pt").write_bytes(pickle.dumps({"w": 1}))
-    with pytest.raises(errors.CorruptDataError):
-        convert(tmp_path / "c.pt", tmp_path / "b")
 
 
 def test_a_destination_that_cannot_be_written(tmp_path: Path) -> None:
@@ -244,43 +178,11 @@ def test_pieces_are_small_and_in_the_order_of_memory(shape: tuple[int, ...]) -> 
     assert len(parts) <= 2 * tensor.nbytes // 800 + max(torch.Size(shape[:-1]).numel(), 1)
 
 
-@pytest.mark.ci
-def test_rows_larger_than_a_piece(tmp_path: Path) -> None:
-    state = {"one": torch.randn(1, 9 << 20), "experts": torch.randn(2, 3000, 3000)}
-    torch.save(state, tmp_path / "a.pt")
-    convert(tmp_path / "a.pt", tmp_path / "b", codec="none")
-    convert(tmp_path / "b", tmp_path / "c.safetensors")
-    assert_same(load_file(tmp_path / "c.safetensors"), state)
-    with open_checkpoint(tmp_path / "b") as checkpoint:
-        for item in checkpoint.metadata.state_dict_metadata.values():
-            assert all(4 * chunk.sizes.numel() <= 32 << 20 for chunk in item.chunks)
-
-
-def _torch_file(path: Path, **tensors: torch.Tensor) -> Path:
-    torch.save(tensors, path / "a.pt")
-    return path / "a.pt"
-
-
-def test_a_small_file_of_a_huge_expanded_tensor_is_refused(tmp_path: Path) -> None:
-    source = _torch_file(tmp_path, w=torch.ones(4), huge=torch.ones(1).expand(1 << 38))
-    with pytest.raises(CheckpointError, match=rf"has \d+ bytes, .* this one {1 << 40}: .*\(file '.*a\.pt', key 'huge'"):
-        convert(source, tmp_path / "b")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt"]
-
-
-@pytest.mark.parametrize("name", ["b", "b.safetensors"])
-def test_so_are_many_large_ones_and_windows_of_one(tmp_path: Path, name: str) -> None:
-    base = torch.ones(1)
-    many = {f"w{i}": base.expand(1 << 20, 256) for i in range(2)}
-    for tensors in (many, {"w": torch.ones(1 << 16).as_strided((1 << 15, 1 << 15), (1, 1))}):
-        with pytest.raises(CheckpointError, match="their elements overlap"):
-            convert(_torch_file(tmp_path, **tensors), tmp_path / name)
-
-
 @pytest.mark.parametrize("to", ["dcp-nvcomp", "dcp", "safetensors", "torch"])
 def test_expanded_tensors_of_usual_sizes_are_converted(tmp_path: Path, to: Any) -> None:
     w = torch.arange(5.0).reshape(5, 1).expand(5, 100_000)
-    convert(_torch_file(tmp_path, w=w), tmp_path / "b", to=to)
+    torch.save({"w": w}, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b", to=to)
     if to == "torch":
         found = torch.load(tmp_path / "b")["w"]
     elif to == "safetensors":
@@ -291,53 +193,126 @@ def test_expanded_tensors_of_usual_sizes_are_converted(tmp_path: Path, to: Any) 
     assert torch.equal(found, w)
 
 
-def _safetensors(path: Path, spans: dict[str, tuple[int, int]], nbytes: int) -> Path:
-    described = {
-        key: {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
-        for key, (start, stop) in spans.items()
-    }
-    text = json.dumps(described).encode()
-    (path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(nbytes)))
-    return path / "a.safetensors"
+def test_empty_tensors_take_no_place(tmp_path: Path) -> None:
+    scales = torch.arange(4, dtype=torch.uint8)
+    tensors = {"a": torch.arange(4), "b": torch.empty(0), "c": torch.empty(3, 0), "d": torch.ones(2, dtype=torch.int8)}
+    save_file({**tensors, "e8": scales.view(torch.float8_e8m0fnu)}, tmp_path / "a.safetensors")
+    assert convert(tmp_path / "a.safetensors", tmp_path / "b").tensors == 5
+    convert(tmp_path / "b", tmp_path / "c.safetensors")
+    assert torch.equal(load_file(tmp_path / "c.safetensors")["e8"].view(torch.uint8), scales)
+    (tmp_path / "d.safetensors").write_bytes(spans(6, z=(0, 0), a=(0, 4), b=(4, 4), c=(4, 6)))
+    load_file(tmp_path / "d.safetensors")
+    assert convert(tmp_path / "d.safetensors", tmp_path / "d").tensors == 4
+
+
+def safetensors_bytes(described: dict[str, Any] | bytes, nbytes: int = 6) -> bytes:
+    text = described if isinstance(described, bytes) else json.dumps(described).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(range(nbytes))
+
+
+def one(**changed: Any) -> bytes:
+    """A file of one tensor, described with these changes."""
+    return safetensors_bytes({"a": {"dtype": "U8", "shape": [6], "data_offsets": [0, 6], **changed}})
+
+
+def spans(nbytes: int, **places: tuple[int, int]) -> bytes:
+    """A file of tensors at these places."""
+    rows = {key: {"dtype": "U8", "shape": [at[1] - at[0]], "data_offsets": at} for key, at in places.items()}
+    return safetensors_bytes(rows, nbytes)
+
+
+def torch_bytes(state: Any, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer, **options)
+    return buffer.getvalue()
+
+
+class Filling:
+    """Fills the memory when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return bytearray, (600 << 20,)
+
+
+def expanded(*tensors: torch.Tensor) -> bytes:
+    return torch_bytes({f"w{number}": tensor for number, tensor in enumerate(tensors)})
+
+
+NO_JSON = [b"[" * 100_000, b'{"a": 1e400}', b"1" * 5000, b"\xff{"]
+
+INDEX = "model.safetensors.index.json"
+
+ONE = torch.ones(1)
+
+BAD: list[tuple[str, bytes, str]] = [
+    ("a.safetensors", b"", ""),
+    ("a.safetensors", b"\x10" + bytes(7) + b"not json at all!", ""),
+    *(("a.safetensors", safetensors_bytes(text, 0), "") for text in NO_JSON),
+    *((INDEX, text, "") for text in NO_JSON),
+    ("a.safetensors", one(shape=[0, 99999999999999999999], data_offsets=[0, 0]), ""),
+    ("a.safetensors", one(shape=[-2, -3]), ""),
+    ("a.safetensors", one(shape=[6.0]), ""),
+    ("a.safetensors", one(shape=[True, 6]), ""),
+    ("a.safetensors", one(data_offsets=[0.0, 6.0]), ""),
+    ("a.safetensors", one(dtype=["U8"]), ""),
+    ("a.safetensors", one(dtype="F4"), "'F4' is no dtype that can be read here, which are F64"),
+    ("a.safetensors", spans(4, a=(0, 4), b=(0, 4)), "overlaps"),
+    ("a.safetensors", spans(6, a=(0, 4), b=(2, 6)), "overlaps"),
+    ("a.safetensors", spans(8, a=(0, 8), b=(2, 6)), "overlaps"),
+    ("a.safetensors", spans(4, a=(0, 4), empty=(2, 2)), "overlaps"),
+    ("a.safetensors", spans(8, a=(0, 4), b=(5, 8)), "gap"),
+    ("a.safetensors", spans(4, a=(1, 4)), "gap"),
+    ("a.safetensors", spans(5, a=(0, 4)), "the last tensor ends at"),
+    ("a.safetensors", spans(1), "the last tensor ends at"),
+    ("a.pt", b"junk", ""),
+    ("a.pt", pickle.dumps({"w": 1}), ""),
+    ("a.pt", torch_bytes({"w": ONE}, _use_new_zipfile_serialization=False), r"before torch 1\.6"),
+]
+
+UNSAFE: list[tuple[str, bytes, type[Exception], str]] = [
+    ("a.pt", torch_bytes({"x": Filling()}, pickle_protocol=2), errors.UnsafeObjectError, r"needs bytearray.*a\.pt"),
+    (INDEX, json.dumps({"weight_map": {"w": "../x.safetensors"}}).encode(), errors.UnsafePathError, ""),
+    (
+        "a.pt",
+        expanded(ONE.expand(1 << 38)),
+        errors.CheckpointError,
+        rf"has \d+ bytes, .* this one {1 << 40}: .*\(file '.*a\.pt', key 'w0'",
+    ),
+    ("a.pt", expanded(*[ONE.expand(1 << 20, 256)] * 2), errors.CheckpointError, "their elements overlap"),
+    (
+        "a.pt",
+        expanded(torch.ones(1 << 16).as_strided((1 << 15, 1 << 15), (1, 1))),
+        errors.CheckpointError,
+        "their elements overlap",
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    ("spans", "nbytes", "words"),
-    [
-        ({"a": (0, 4), "b": (0, 4)}, 4, "overlaps"),
-        ({"a": (0, 4), "b": (2, 6)}, 6, "overlaps"),
-        ({"a": (0, 8), "b": (2, 6)}, 8, "overlaps"),
-        ({"a": (0, 4), "b": (5, 8)}, 8, "gap"),
-        ({"a": (1, 4)}, 4, "gap"),
-        ({"a": (0, 4)}, 5, "the last tensor ends at"),
-        ({}, 1, "the last tensor ends at"),
-        ({"a": (0, 4), "empty": (2, 2)}, 4, "overlaps"),
-    ],
+    ("name", "content", "error", "match"),
+    [*((*row[:2], CorruptDataError, row[2]) for row in BAD), *UNSAFE],
+    ids=range(len(BAD) + len(UNSAFE)),
 )
-def test_tensors_must_follow_each_other(
-    tmp_path: Path, spans: dict[str, tuple[int, int]], nbytes: int, words: str
-) -> None:
-    source = _safetensors(tmp_path, spans, nbytes)
-    with pytest.raises(safetensors.SafetensorError):
-        load_file(source)
-    with pytest.raises(CorruptDataError, match=words):
-        convert(source, tmp_path / "b")
+def test_bad_files(tmp_path: Path, name: str, content: bytes, error: type[Exception], match: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / name).write_bytes(content)
+    for to in ("b", "b.safetensors"):
+        with pytest.raises(error, match=match or None):
+            convert(source if name == INDEX else source / name, tmp_path / to)
+    assert [path.name for path in tmp_path.rglob("*")] == ["source", name]
 
 
-def test_empty_tensors_take_no_place(tmp_path: Path) -> None:
-    tensors = {"a": torch.arange(4), "b": torch.empty(0), "c": torch.empty(3, 0), "d": torch.ones(2, dtype=torch.int8)}
-    save_file(tensors, tmp_path / "a.safetensors")
-    assert convert(tmp_path / "a.safetensors", tmp_path / "b").tensors == 4
-    source = _safetensors(tmp_path, {"z": (0, 0), "a": (0, 4), "b": (4, 4), "c": (4, 6)}, 6)
-    load_file(source)
-    assert convert(source, tmp_path / "c").tensors == 4
-
-
-@pytest.mark.parametrize("text", [b"[" * 100_000, b'{"a": 1e400}', b"1" * 5000, b"\xff{"])
-def test_headers_and_indices_that_are_no_json(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    with pytest.raises(CorruptDataError):
-        convert(tmp_path / "a.safetensors", tmp_path / "b")
-    (tmp_path / "model.safetensors.index.json").write_bytes(text)
-    with pytest.raises(CorruptDataError):
-        convert(tmp_path, tmp_path.parent / "c")
+@pytest.mark.ci
+def test_large_tensors_are_converted_in_pieces(tmp_path: Path) -> None:
+    """Also rows that are larger than a piece."""
+    state = {"one": torch.randn(1, 9 << 20), "experts": torch.randn(2, 3000, 3000), "w": torch.randn(3000, 7000)}
+    torch.save(state, tmp_path / "a.pt")
+    convert(tmp_path / "a.pt", tmp_path / "b", codec="none")
+    convert(tmp_path / "b", tmp_path / "c.safetensors")
+    assert_same(load_file(tmp_path / "c.safetensors"), state)
+    assert tools.verify(tmp_path / "b", full=True).is_sound
+    with open_checkpoint(tmp_path / "b") as checkpoint:
+        items = checkpoint.metadata.state_dict_metadata
+        assert len(items["w"].chunks) == 3
+        assert all(4 * chunk.sizes.numel() <= 32 << 20 for item in items.values() for chunk in item.chunks)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,61 +56,39 @@ def test_reshard(tmp_path: Path) -> None:
     assert "whole loaded as (1000, 300)" in printed
 
 
-@pytest.mark.tools
-def test_train_async(tmp_path: Path) -> None:
+def ranks(count: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "saves"), [pytest.param(7, 3, marks=pytest.mark.tools), pytest.param(400, 200, marks=pytest.mark.slow)]
+)
+def test_train_async(tmp_path: Path, steps: int, saves: int) -> None:
     """With collectives of training beside those of the saves."""
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    size = ["--width", "32", "--depth", "2", "--steps", "7", "--save-every", "2"]
-    printed = run(*ranks, EXAMPLES / "train_async.py", "--checkpoints", tmp_path, *size)
-    assert printed.count("saving in the background") == printed.count("saved ") == 3
-    assert "loaded step 6" in printed
-
-
-@pytest.mark.slow
-def test_train_async_saves_200_times(tmp_path: Path) -> None:
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    size = ["--width", "16", "--depth", "1", "--steps", "400", "--save-every", "2"]
-    printed = run(*ranks, EXAMPLES / "train_async.py", "--checkpoints", tmp_path, *size)
-    assert printed.count("saving in the background") == printed.count("saved ") == 200
-    assert "loaded step 400" in printed
-
-
-def _run_twice(run_url: str | Path, fast: Path, *options: str, **environment: str) -> tuple[str, str]:
-    def ranks(count: int) -> list[str]:
-        return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-
-    common = [EXAMPLES / "run.py", run_url, "--fast", fast, *options]
-    first = run(*ranks(4), *common, "--steps", "41", **environment)
-    return first, run(*ranks(2), *common, "--steps", "71", **environment)
+    size = ["--width", "16", "--depth", "1", "--steps", str(steps), "--save-every", "2"]
+    printed = run(*ranks(2), EXAMPLES / "train_async.py", "--checkpoints", tmp_path, *size)
+    assert printed.count("saving in the background") == printed.count("saved ") == saves
+    assert f"loaded step {2 * saves}" in printed
 
 
 @pytest.mark.tools
-def test_run(tmp_path: Path) -> None:
-    first, second = _run_twice(tmp_path / "run", tmp_path / "fast")
+@pytest.mark.parametrize(
+    "store", ["disk", *(pytest.param(f"{one}s3_store", marks=pytest.mark.s3) for one in ("", "real_"))]
+)
+def test_run(tmp_path: Path, store: str, request: pytest.FixtureRequest) -> None:
+    url, options, keys = str(tmp_path), list[str](), dict[str, str]()
+    if store != "disk":
+        url, given = request.getfixturevalue(store)
+        options = ["--endpoint-url", given["endpoint_url"]]
+        keys = {"AWS_ACCESS_KEY_ID": given["key"], "AWS_SECRET_ACCESS_KEY": given["secret"]}
+        printed = run(EXAMPLES / "s3.py", f"{url}/step-1", *options, **keys)
+        assert "loaded 1.weight alone" in printed
+    common = [EXAMPLES / "run.py", f"{url}/run", "--fast", tmp_path / "fast", *options]
+    first = run(*ranks(4), *common, "--steps", "41", **keys)
+    second = run(*ranks(2), *common, "--steps", "71", **keys)
     assert "steps [20, 40], 656 samples" in first
     assert "goes on after step 40, 656 samples" in second
     assert "steps [40, 60, 70], 896 samples" in second
-
-
-@pytest.mark.tools
-@pytest.mark.s3
-def test_run_on_s3(any_s3_store: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    url, options = any_s3_store
-    keys = {"AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]}
-    endpoint = ["--endpoint-url", options["endpoint_url"]]
-    first, second = _run_twice(f"{url}/run", tmp_path / "fast", *endpoint, **keys)
-    assert "steps [20, 40], 656 samples" in first
-    assert "goes on after step 40, 656 samples" in second
-    assert "steps [40, 60, 70], 896 samples" in second
-
-
-@pytest.mark.tools
-@pytest.mark.s3
-def test_s3(s3_store: tuple[str, dict[str, Any]]) -> None:
-    url, options = s3_store
-    keys = {"AWS_ACCESS_KEY_ID": options["key"], "AWS_SECRET_ACCESS_KEY": options["secret"]}
-    printed = run(EXAMPLES / "s3.py", f"{url}/step-1", "--endpoint-url", options["endpoint_url"], **keys)
-    assert "loaded 1.weight alone" in printed
 
 
 @pytest.mark.tools

@@ -9,6 +9,14 @@ from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES, Coder, ElementType
 from dcp_nvcomp.codecs.transforms import PLANE_NAMES
 
+CHAINS = {
+    "none": CodecChain(Bytes()),
+    "zstd": CodecChain(Bytes(), Zstd(256)),
+    "zstd-literals": CodecChain(Bytes(), Zstd(256, literals_only=True)),
+    "deflate": CodecChain(Bytes(), Deflate(256)),
+    "deflate-literals": CodecChain(Bytes(), Deflate(256, literals_only=True)),
+}
+
 slice_sizes = st.sampled_from([16, 32, 48, 112, 1024, 131072])
 coders: st.SearchStrategy[Coder] = st.one_of(
     st.builds(Zstd, slice_sizes, st.sampled_from([1, 3, 19]), st.booleans()),
@@ -60,3 +68,24 @@ def shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     if limit[0] == 0 and draw(st.booleans()):
         shape = [draw(st.integers(1, limit[1]))]
     return shape, [draw(st.integers(1, size + 2)) for size in shape]
+
+
+def floats(dtype: str, count: int, sign: str, seed: int) -> bytes:
+    """Values like those of trained weights, with NaN payloads, -0, infinities and subnormals at the front."""
+    element = ELEMENT_TYPES[dtype]
+    width, random = element.float_nbytes, np.random.default_rng(seed)
+    parts = count * (element.nbytes // width)
+    exponent_nbits = {"float16": 5, "complex32": 5, "float64": 11, "complex128": 11}.get(dtype, 8)
+    mantissa_nbits = 8 * width - 1 - exponent_nbits
+    bias = (1 << exponent_nbits - 1) - 1
+    exponents = np.clip(bias - random.geometric(0.4, parts), 0, None).astype(np.uint64)
+    bits = exponents << np.uint64(mantissa_nbits) | random.integers(0, 1 << mantissa_nbits, parts, np.uint64)
+    special = (1 << exponent_nbits) - 1 << mantissa_nbits
+    for at, value in enumerate(
+        [special, special | 1, special | 5 << mantissa_nbits - 3, 0, 1, 3 << mantissa_nbits - 4]
+    ):
+        bits[at] = value
+    if sign != "positive":
+        top = random.integers(0, 2, parts, np.uint64) if sign == "any" else np.ones(parts, np.uint64)
+        bits |= top << np.uint64(8 * width - 1)
+    return bits.astype(f"<u{width}").tobytes()

@@ -110,7 +110,7 @@ FRAMING: dict[str, tuple[Any, ...]] = {
     "json_nbytes too large": (override("json_nbytes", 1 << 40), TruncatedFileError, "trailer"),
     "json_nbytes too small": (override("json_nbytes", 20), "JSON can't be read"),
     "footer CRC": (override("footer_crc", 12345), CorruptDataError, "footer fails its CRC"),
-    "JSON that is none": (override("json", b"{" * 40), "JSON can't be read"),
+    "invalid JSON": (override("json", b"{" * 40), "JSON can't be read"),
     "JSON nested without end": (override("json", b"[" * 200_000), "JSON can't be read"),
     "JSON that is not text": (override("json", b'{"a": "\xff\xfe"}'), "JSON can't be read"),
     "JSON that is no object": (override("json", b"[1, 2, 3]"), "not an object"),
@@ -229,7 +229,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
         "can't lie in a pack of float32",
     ),
     "an unknown codec": (codec_chain(1, [BYTES, {**ZSTD, "name": "lz5"}]), UnknownCodecError, "lz5"),
-    "an unknown codec that nobody uses": (
+    "an unknown codec that no record uses": (
         lambda f: f.description["codecs"].append([{"name": "lz5", "configuration": {}}]),
         UnknownCodecError,
         "lz5",

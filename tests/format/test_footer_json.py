@@ -14,11 +14,12 @@ from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.footer import FileIdentity, Footer, footer_json, parse_footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, Tables, decode_footer, decode_trailer, encode_footer
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE, Record
+from tests.effort import examples
 from tests.format.strategies import chains, element_types, shapes
 
 UINT8 = ELEMENT_TYPES["uint8"]
 IDENTITY = FileIdentity("a" * 32, "b" * 32, 3, {"torch": "2", "dcp_nvcomp": "0"})
-DRAWN = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+DRAWN = settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 dimensions = st.lists(st.integers(0, 1 << 40), max_size=4).map(tuple)
 

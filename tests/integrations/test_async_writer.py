@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp import ConfigurationError, NvcompReader, NvcompWriter, StorageError, open_checkpoint
 from dcp_nvcomp.integrations.async_writer import NvcompAsyncWriter
-from dcp_nvcomp.saving.kept import process_state
 
 
 def state() -> dict[str, Any]:
@@ -78,21 +76,6 @@ def test_two_saves_under_way(tmp_path: Path) -> None:
         results = writer.retrieve_write_results()
         assert isinstance(results, list)
         writer.finish(metadata, [results])
-    assert [open_checkpoint(tmp_path / str(number))["w"][0] for number in range(2)] == [0, 1]
-
-
-def test_one_writer_prepares_several(tmp_path: Path) -> None:
-    writer, saves = NvcompWriter(tmp_path), []
-    for number in range(2):
-        writer.reset(tmp_path / str(number))
-        own, planner, metadata = plan(writer, {"w": torch.full((10,), number)})
-        prepared = pickle.loads(pickle.dumps(writer.prepare(own)))
-        resolve = {item.index: planner.resolve_data(item) for item in own.items}
-        saves.append((prepared, metadata, resolve))
-    for prepared, metadata, resolve in reversed(saves):
-        results = prepared.write(lambda item, data=resolve: data[item.index], process_state().choices)
-        writer.written(prepared, results)
-        writer.finish_prepared(prepared, metadata, [results])
     assert [open_checkpoint(tmp_path / str(number))["w"][0] for number in range(2)] == [0, 1]
 
 

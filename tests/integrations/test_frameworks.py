@@ -63,11 +63,11 @@ ROWS = {
 }
 
 
-def _marked(name: str) -> object:
-    return pytest.param(name, marks=pytest.mark.frameworks if name == "torchtune" else pytest.mark.ci)
+# The Trainer of Transformers saves as Accelerate does.
+MARKS = {"accelerate": pytest.mark.slow, "resiliency, fork": pytest.mark.slow, "torchtune": pytest.mark.frameworks}
 
 
-@pytest.mark.parametrize("name", [_marked(name) for name in ROWS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.ci)) for name in ROWS])
 def test_saved_killed_and_resumed(tmp_path: Path, name: str) -> None:
     row = ROWS[name]
     for package, requirement in row.packages:

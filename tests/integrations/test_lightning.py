@@ -14,9 +14,12 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, start
 
 pytestmark = pytest.mark.ci
+SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("which", ["trainer-fsdp", "trainer-mp", "fabric-fsdp", "fabric-mp"])
+@pytest.mark.parametrize(
+    "which", ["trainer-fsdp", "fabric-mp", *(pytest.param(one, marks=SLOW) for one in ("trainer-mp", "fabric-fsdp"))]
+)
 def test_saved_killed_and_resumed(tmp_path: Path, which: str) -> None:
     needs("lightning", "lightning==2.6.6")
     start("lightning", tmp_path, "train", which, killed=True)

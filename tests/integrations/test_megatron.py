@@ -26,7 +26,7 @@ def _version() -> tuple[int, ...]:
 ASYNCHRONOUS = ["mcore"] if _version() < (0, 17) else ["mcore", "nvrx"]
 
 
-@pytest.mark.parametrize("how", ["registered", *ASYNCHRONOUS])
+@pytest.mark.parametrize("how", ["registered", *(pytest.param(how, marks=pytest.mark.slow) for how in ASYNCHRONOUS)])
 def test_saved_killed_and_resumed(tmp_path: Path, how: str) -> None:
     needs("megatron.core", "megatron-core==0.16.1")
     start("megatron", tmp_path, "train", how, killed=True)
@@ -39,7 +39,7 @@ def test_saved_killed_and_resumed(tmp_path: Path, how: str) -> None:
     assert (path / "common.pt").exists() == (_version() < (0, 19))
 
 
-@pytest.mark.parametrize("how", ["strategies", *ASYNCHRONOUS])
+@pytest.mark.parametrize("how", [pytest.param("strategies", marks=pytest.mark.slow), *ASYNCHRONOUS])
 def test_killed_in_a_save_and_resumed_on_more_ranks(tmp_path: Path, how: str) -> None:
     needs("megatron.core", "megatron-core==0.16.1")
     start("megatron_resharded", tmp_path, "train", how, killed=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ci  # the package is built once
 ROOT = Path(__file__).parents[2]
 KERNELS: dict[str, tuple[str, ...]] = {
     "codecs/transforms/_planes": ("split_floats", "merge_floats", "pack_rest", "unpack_rest"),
@@ -53,7 +54,6 @@ def test_modules_and_data_files(installed: Path) -> None:
     assert not {*sources, *DATA_FILES} - found
 
 
-@pytest.mark.ci
 @pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler")
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_compiled_kernels(installed: Path, kernel: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._extension import ZStandard
 
 from dcp_nvcomp import convert, errors, open_checkpoint, save, tools
@@ -26,7 +25,6 @@ from tests.checkpoints import data_file, flip, save_stock
 from tests.conformance.values import all_values
 from tests.states import assert_same, assert_same_bits
 
-S3Store = tuple[str, dict[str, Any]]
 STATE = {
     "model": {"w": torch.randn(900, 1100, generator=torch.Generator().manual_seed(0)), "b": torch.arange(7)},
     "step": 12,
@@ -309,12 +307,6 @@ def test_nothing_there(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "nothing")
     with pytest.raises(errors.ConfigurationError, match="framework"):
         open_checkpoint(tmp_path, framework="jax")  # type: ignore[arg-type]
-
-
-def test_a_checkpoint_of_dcp_save(tmp_path: Path) -> None:
-    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert_same_bits(checkpoint["model.w"][1:2], STATE["model"]["w"][1:2])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # torch says it once

@@ -14,9 +14,9 @@ from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.codecs.base import Coder
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, decode_trailer
 from tests.format.forgery import deflate_stream, padded, small_forgery
-from tests.format.golden_files import CHAINS, floats
 from tests.format.library import write_file
 from tests.format.metadata import assembler as asm
+from tests.format.strategies import CHAINS, floats
 
 from .parts import REPAIR_ALL, FileParts
 

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_nvcomp import CheckpointError, ConfigurationError, NvcompReader, load, open_checkpoint, save
+from dcp_nvcomp import ConfigurationError, NvcompReader, load, open_checkpoint, save
 from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
 from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.loading.reader import MAX_METADATA_NBYTES
-from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 
 MIB = 1 << 20
@@ -147,29 +146,14 @@ def test_options(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="metadata_limit_nbytes="):
             NvcompReader(tmp_path, metadata_limit_nbytes=limit)  # type: ignore[arg-type]
     message = rf"^It has {nbytes} bytes, and at most {nbytes - 1} are .* larger metadata_limit_nbytes="
-    for call in (load, open_checkpoint):
+    for call in (
+        lambda limit: load({"w": torch.zeros(3)}, tmp_path, no_dist=True, metadata_limit_nbytes=limit),
+        lambda limit: open_checkpoint(tmp_path, metadata_limit_nbytes=limit).close(),
+    ):
         with pytest.raises(MetadataError, match=message) as caught:
-            _call(call, tmp_path, nbytes - 1)
+            call(nbytes - 1)
         assert caught.value.path == str(tmp_path / ".metadata")
-        _call(call, tmp_path, nbytes)
-
-
-def _call(call: object, path: Path, limit_nbytes: int) -> None:
-    if call is load:
-        load({"w": torch.zeros(3)}, path, no_dist=True, metadata_limit_nbytes=limit_nbytes)
-    else:
-        open_checkpoint(path, metadata_limit_nbytes=limit_nbytes).close()
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 100_000])
-@pytest.mark.parametrize("spare", [0, 1, 1 << 20])
-def test_read_all_reads_all(tmp_path: Path, nbytes: int, spare: int) -> None:
-    (tmp_path / "a").write_bytes(data := bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256))
-    filesystem = PosixFilesystem(str(tmp_path), str(tmp_path))
-    assert filesystem.read_all("a", limit_nbytes=nbytes + spare) == data
-    if nbytes:
-        with pytest.raises(CheckpointError, match=f"larger than {nbytes - 1} bytes"):
-            filesystem.read_all("a", limit_nbytes=nbytes - 1)
+        call(nbytes)
 
 
 _PROGRAM = """

@@ -183,11 +183,8 @@ def test_metadata_of_a_stock_save(tmp_path: Path) -> None:
     assert parse(data) == as_stock_pickle_reads(data)
 
 
-@pytest.mark.parametrize(
-    ("strides", "accepted"),
-    [((b"N",), True), ((asm.sequence(asm.number(6), asm.number(1)),), True), ((b"N", asm.text("later")), True)],
-)
-def test_tensor_properties_with_more_fields(strides: tuple[bytes, ...], accepted: bool) -> None:
+@pytest.mark.parametrize("strides", [(b"N",), (asm.sequence(asm.number(6), asm.number(1)),), (b"N", asm.text("later"))])
+def test_tensor_properties_with_more_fields(strides: tuple[bytes, ...]) -> None:
     tensor = asm.tensor(properties=asm.properties(*strides))
     parsed = parse(asm.metadata(state_dict_metadata=asm.mapping(asm.text("w"), tensor)))
     properties = parsed.state_dict_metadata["w"].properties
@@ -254,18 +251,12 @@ def test_stock_item_with_transforms() -> None:
 # ---- what is refused
 
 
-@pytest.mark.parametrize("length", range(0, len(pickle.dumps(small_metadata(), 4)), 7))
-def test_cut_off(length: int) -> None:
-    with pytest.raises(MetadataError):
-        parse(pickle.dumps(small_metadata(), 4)[:length])
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b".", b"\x80\x04.", b"\x80\x04N.", b"\x80\x00N.", b"\x80\x06N.", b"{}", b"PK\x03\x04" * 100]
-)
-def test_not_metadata_at_all(data: bytes) -> None:
-    with pytest.raises(MetadataError):
-        parse(data)
+def test_not_metadata_at_all() -> None:
+    data = pickle.dumps(small_metadata(), 4)
+    cut = [data[:length] for length in range(0, len(data), 7)]
+    for other in (*cut, b".", b"\x80\x04.", b"\x80\x04N.", b"\x80\x00N.", b"\x80\x06N.", b"{}", b"PK\x03\x04" * 100):
+        with pytest.raises(MetadataError):
+            parse(other)
 
 
 def test_framing_that_is_wrong() -> None:
@@ -299,6 +290,7 @@ def test_random_opcodes_raise_nothing_else(opcodes: list[bytes]) -> None:
 
 
 W = asm.text("w")
+LAYOUT = asm.call(asm.named("torch.serialization", "_get_layout"), asm.text("torch.strided"))
 RECORD = asm.sequence(asm.file(), asm.number(0))
 
 
@@ -350,6 +342,7 @@ RECORD = asm.sequence(asm.file(), asm.number(0))
             "Unknown layout",
         ),
         (asm.tensor(properties=asm.properties().replace(asm.number(0), asm.number(3))), "Unknown memory format"),
+        (asm.tensor(properties=asm.properties().replace(LAYOUT, asm.number(3))), "layout is 3"),
         (asm.tensor(properties=asm.properties().replace(b"\x89", b"N")), "not a bool"),
     ],
 )

@@ -53,7 +53,7 @@ def _add(value: Any, sums: Any) -> None:
 
 
 class Job:
-    """One start of a job: its directory, which start it is, and what it tells the test."""
+    """One start of a job: its directory, which start it is, and what it notes for the test."""
 
     def __init__(self) -> None:
         self.directory, self.how = Path(sys.argv[1]), sys.argv[2]
@@ -63,7 +63,7 @@ class Job:
         torch.set_num_threads(1)
 
     def note(self, what: str, step: int, state: Any) -> None:
-        """Tell the test the digest of the state."""
+        """Note the digest of the state for the test."""
         with open(self.directory / f"notes-{self.rank}.jsonl", "a") as file:
             print(json.dumps([self.how, what, step, digest(state)]), file=file)
 

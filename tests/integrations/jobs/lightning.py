@@ -31,7 +31,7 @@ def sharded(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def fsdp1(model: nn.Module) -> nn.Module:
-    """Shard a model with FSDP1, which wants to be told that it runs on CPUs."""
+    """Shard a model with FSDP1, which has to know that it runs on CPUs."""
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 

@@ -99,7 +99,7 @@ def main() -> None:
             raise AssertionError("It should have been killed.")
     save(2)
     if not job.resumes:
-        job.die()  # it writes behind, if it is not done: nothing was finalized
+        job.die()  # it may still write in the background: nothing was finalized
     finish()
     check(2)
     if queue is not None:

@@ -1,4 +1,4 @@
-"""What README.md and CONTRIBUTING.md name is there."""
+"""What README.md, CONTRIBUTING.md and the pages of the documentation say is so, and is said once."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from dcp_nvcomp import errors
+from dcp_nvcomp import CheckpointManager, NvcompReader, NvcompWriter, errors
+from dcp_nvcomp.options import option_names
 
 ROOT = Path(__file__).parents[2]
+NAMES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        "README.md",
-        "CONTRIBUTING.md",
-        "CHANGELOG.md",
-        "SECURITY.md",
-        *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
-    ],
-)
-def test_links_lead_somewhere(document: str) -> None:
-    page = ROOT / document
-    links = re.findall(r"\]\(([^)#\s]+)", page.read_text())
-    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
-    assert not missing
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_says_everything_once_and_its_links_lead_somewhere(page: Path) -> None:
+    """A merge may leave a page twice in itself, or a line of it."""
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)#\s]+)", text)
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1
+    assert "** # " not in text
+    sentences = [line for line in text.splitlines() if line.startswith("**")]
+    assert len(sentences) == len(set(sentences))
+
+
+def test_the_options_of_a_run_are_options() -> None:
+    row = next(line for line in (ROOT / "docs/runs.md").read_text().splitlines() if line.startswith("| others"))
+    known = {*option_names(NvcompWriter), *option_names(NvcompReader), *option_names(CheckpointManager), "endpoint_url"}
+    assert set(re.findall(r"`(\w+)=`", row)) <= known
 
 
 def test_the_layout_names_every_room() -> None:
