@@ -38,11 +38,10 @@ if TYPE_CHECKING:
     from dcp_nvcomp.loading.reader import NvcompReader
     from dcp_nvcomp.one_file import load_compressed_checkpoint, save_compressed_checkpoint
     from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
-    from dcp_nvcomp.runs.keep import Best, Keep
     from dcp_nvcomp.runs.manager import CheckpointManager
     from dcp_nvcomp.runs.state.training_state import TrainingState
-    from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
-    from dcp_nvcomp.saving.save import save
+    from dcp_nvcomp.runs.steps import Best, Keep
+    from dcp_nvcomp.saving.save import AsyncSave, async_save, save
     from dcp_nvcomp.saving.stats import SaveStats
     from dcp_nvcomp.saving.writer import NvcompWriter
 

@@ -7,7 +7,7 @@ from dcp_nvcomp.choosing.bench import Bench, bench
 from dcp_nvcomp.choosing.model import Prediction
 from dcp_nvcomp.conversion.convert import Conversion
 from dcp_nvcomp.engines.cuda.pool import release_device_memory
-from dcp_nvcomp.loading.stats import LoadStats
+from dcp_nvcomp.loading.job import LoadStats
 from dcp_nvcomp.maintenance.cleaning import Cleaning, clean
 from dcp_nvcomp.maintenance.environment import Environment, info
 from dcp_nvcomp.maintenance.findings import Verification

@@ -23,8 +23,7 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dcp_nvcomp.calls.per_world import PerWorld
-from dcp_nvcomp.calls.ranks import Call, global_ranks, limit_of, meet, together
+from dcp_nvcomp.calls.ranks import Call, PerWorld, global_ranks, limit_of, meet, together
 
 _MOST_LIMITS: Final = 2  # torch waits for several things one after the other when it makes a group
 

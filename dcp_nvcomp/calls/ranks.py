@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 import warnings
+import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_nvcomp.calls.per_world import PerWorld
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError, RanksDifferError
 from dcp_nvcomp.redaction import without_secrets
 
@@ -161,6 +162,32 @@ def expect_same(calls: Sequence[Call], group: dist.ProcessGroup) -> None:
     differing = [(name, [call.terms.get(name, "the usual") for call in calls]) for name in names]
     said = "; ".join(f"{name}: {_by_rank(values, group)}" for name, values in differing if len(set(values)) > 1)
     raise RanksDifferError(f"The ranks call {calls[0].name} with different values of {said}. Give all ranks the same.")
+
+
+class PerWorld(Generic[T]):
+    """A value that is made anew after `destroy_process_group`, as names of groups come again, and in a forked child."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._held: tuple[weakref.ref[dist.ProcessGroup], T] | None = None
+        # What a forked child got from its parent. Kept for good: the destructor of a process group waits for threads
+        # that the child does not have.
+        self._of_parents: list[object] = []
+        os.register_at_fork(after_in_child=self._begin_again)
+
+    def get(self) -> T:
+        world = dist.group.WORLD
+        if world is None:
+            raise ConfigurationError("torch.distributed was shut down (destroy_process_group) before this call.")
+        with self._lock:
+            if self._held is None or self._held[0]() is not world:
+                self._held = weakref.ref(world), self._make()
+            return self._held[1]
+
+    def _begin_again(self) -> None:
+        self._of_parents.append(self._held)
+        self._held, self._lock = None, threading.Lock()
 
 
 class _CalledHere:

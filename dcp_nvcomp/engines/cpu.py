@@ -26,7 +26,7 @@ from dcp_nvcomp.codecs.base import (
     checksum,
     padded,
 )
-from dcp_nvcomp.codecs.planes_literals import PlanesLiterals, planes_literals
+from dcp_nvcomp.codecs.registry import PlanesLiterals, planes_literals
 from dcp_nvcomp.errors import CorruptDataError
 
 _SKIPPED_BLOCKS = 15

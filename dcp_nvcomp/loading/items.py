@@ -31,9 +31,8 @@ from dcp_nvcomp.format.blocks import Box, element_span, strides_of
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
-from dcp_nvcomp.loading.destinations import Conversions, part_of
 from dcp_nvcomp.loading.job import ItemPlanner, Loaded, LoadJob, LoadOptions
-from dcp_nvcomp.loading.read_plan import Wanted
+from dcp_nvcomp.loading.read_plan import Conversions, Wanted, part_of
 from dcp_nvcomp.loading.safe_objects import SafeLoader, check_crcs, load_tensor_safely
 from dcp_nvcomp.storage.base import Filesystem
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, meet, together
-from dcp_nvcomp.calls.unknown_options import refuse_path
+from dcp_nvcomp.calls.suggestions import refuse_path
 from dcp_nvcomp.calls.values import (
     ExpectsCheckpoint,
     check_given,

@@ -19,9 +19,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_nvcomp.calls.flattening import Flattened, Key, Path, flatten_as_stock, replace_at
 from dcp_nvcomp.calls.suggestions import missing_key
-from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
+from dcp_nvcomp.calls.values import (
+    PLAIN_TENSORS,
+    Flattened,
+    Key,
+    Path,
+    flatten_as_stock,
+    is_default_planner,
+    replace_at,
+    unwrapped,
+)
 from dcp_nvcomp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -31,8 +39,8 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.paths import paths_of
-from dcp_nvcomp.loading.destinations import shares_elements
 from dcp_nvcomp.loading.matching import Matched, ParameterNames, match
+from dcp_nvcomp.loading.read_plan import shares_elements
 
 # What certainly takes no tensor. Other values may: a ShardedTensor is not a torch.Tensor.
 _NO_TENSORS: Final = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)

@@ -26,11 +26,10 @@ from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_cur
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.items import load_items
-from dcp_nvcomp.loading.job import LoadOptions
+from dcp_nvcomp.loading.job import LoadOptions, LoadStats
 from dcp_nvcomp.loading.planner import with_own_keys
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     STOCK_READER,

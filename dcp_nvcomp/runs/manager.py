@@ -20,19 +20,18 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch, ranks_of_run
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, EventEmitter, RunReport, StepDelayed, StepRestored, StepSkipped
-from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.options import ForwardedOptions, RunContext, check_count, check_tiers, job_id
-from dcp_nvcomp.runs.replicas.replicas import replicas_for
+from dcp_nvcomp.runs.replicas import replicas_for
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.runs.starting import SaveStarter
 from dcp_nvcomp.runs.step_save import NewestStep, RunTime, StepSave, check_metrics
-from dcp_nvcomp.runs.steps import RunSteps, StepNames
+from dcp_nvcomp.runs.steps import Best, Keep, KeepRule, RunSteps, SavedStep, StepNames
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import nodes_of_run
-from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 from dcp_nvcomp.saving.plans.differences import OnDifference
+from dcp_nvcomp.saving.save import end_sequence
 from dcp_nvcomp.storage.open import real_place
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp_nvcomp.calls.unknown_options import unknown_option
+from dcp_nvcomp.calls.suggestions import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import DEADLINE_OPTION, option_names
 from dcp_nvcomp.runs.events import Event
-from dcp_nvcomp.runs.keep import Keep, KeepRule
+from dcp_nvcomp.runs.steps import Keep, KeepRule
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes

@@ -15,11 +15,11 @@ from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import StepSkipped
 from dcp_nvcomp.runs.options import ForwardedOptions, RunContext
-from dcp_nvcomp.runs.replicas.replicas import Replica
+from dcp_nvcomp.runs.replicas import Replica
 from dcp_nvcomp.runs.step_save import NodePublisher, StepPublisher, StepSave
-from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave, async_save
 from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
 from dcp_nvcomp.saving.plans.differences import OnDifference
+from dcp_nvcomp.saving.save import AsyncSave, async_save
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 logger = logging.getLogger(__name__)

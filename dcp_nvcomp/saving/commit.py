@@ -31,7 +31,7 @@ from dcp_nvcomp.format.names import (
     save_metadata_name,
 )
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
+from dcp_nvcomp.saving.plans.kept_plans import PlannedMetadata
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored
 

@@ -35,10 +35,9 @@ from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile, WrittenFile, small_together
-from dcp_nvcomp.saving.encode.buffers import JobMemory, TaskMemory
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
-from dcp_nvcomp.saving.encode.tasks import Task, Tasks
+from dcp_nvcomp.saving.encode.tasks import JobMemory, Task, TaskMemory, Tasks
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
 

@@ -45,11 +45,19 @@ from dcp_nvcomp.options import (
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.commit import FinishedSave, Publisher, commit_checkpoint, commit_rank, refuse_existing
-from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.plans.kept_plans import check_same_place
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
-from dcp_nvcomp.saving.rank_save import RankResults, RankSave, SaveOptions, Written, storage_data
-from dcp_nvcomp.saving.saves import PreparedWrite, Save, Saves
+from dcp_nvcomp.saving.process_state import process_state
+from dcp_nvcomp.saving.rank_save import (
+    PreparedWrite,
+    RankResults,
+    RankSave,
+    Save,
+    SaveOptions,
+    Saves,
+    Written,
+    storage_data,
+)
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 

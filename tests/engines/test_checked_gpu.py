@@ -27,7 +27,7 @@ from dcp_nvcomp.engines.cuda.pool import SELF_TEST_CHAINS, EnginePool, run_self_
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving.encode import buffers
+from dcp_nvcomp.saving.encode import tasks as buffers
 from tests.checkpoints import load_into
 from tests.states import assert_same, blank
 

@@ -14,7 +14,7 @@ from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CorruptDataError
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.loading.destinations import Region
+from dcp_nvcomp.loading.read_plan import Region
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import load_into, save
 from tests.states import assert_same

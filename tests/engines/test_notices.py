@@ -14,7 +14,7 @@ from dcp_nvcomp.engines import choice, notices
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.tensors import PinnedMemory, plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving.encode import buffers
+from dcp_nvcomp.saving.encode import tasks as buffers
 from tests.checkpoints import assert_loads, save
 
 from .kernels_on_cpu import ReferenceKernels

@@ -24,7 +24,7 @@ from dcp_nvcomp.engines.cuda.pool import run_self_test
 from dcp_nvcomp.engines.cuda.slice_coders import faster_nvcomp
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving.encode import buffers
+from dcp_nvcomp.saving.encode import tasks as buffers
 from tests.checkpoints import load, save
 from tests.states import assert_same
 

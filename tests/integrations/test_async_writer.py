@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp import ConfigurationError, NvcompReader, NvcompWriter, StorageError, open_checkpoint
 from dcp_nvcomp.integrations.async_writer import NvcompAsyncWriter
-from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.process_state import process_state
 
 
 def state() -> dict[str, Any]:

@@ -15,17 +15,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.runs.agreement import Failures, Ranks
-from dcp_nvcomp.runs.background.stages import DurableStage, FastStage
-from dcp_nvcomp.runs.background.threads import Background, OnTheirWay
+from dcp_nvcomp.runs.background.stages import Background, DurableStage, FastStage, OnTheirWay
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned
-from dcp_nvcomp.runs.replicas.comparing import written_by
+from dcp_nvcomp.runs.replicas import written_by
 from dcp_nvcomp.runs.step_save import NodePublisher, StepSave
 from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.fast import Room
-from dcp_nvcomp.runs.tiers.transfer import SourceError
-from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave
+from dcp_nvcomp.runs.tiers.nodes import SourceError
 from dcp_nvcomp.saving.commit import WrittenSave
+from dcp_nvcomp.saving.save import AsyncSave
 from dcp_nvcomp.saving.stats import SaveStats
 
 logger = logging.getLogger(__name__)

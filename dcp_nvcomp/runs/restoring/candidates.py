@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.own_files import Abandoned
+from dcp_nvcomp.runs.steps import SavedStep
 from dcp_nvcomp.runs.tiers.fast import HeldStep
 
 DURABLE = ""  # stands for the durable tier where copies are pairs of node and file

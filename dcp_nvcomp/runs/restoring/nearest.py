@@ -23,8 +23,7 @@ from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.restoring.candidates import DURABLE, Candidate
 from dcp_nvcomp.runs.tiers.fast import FastTier, Room
-from dcp_nvcomp.runs.tiers.nodes import Nodes, Transfer
-from dcp_nvcomp.runs.tiers.transfer import Moved, move_files
+from dcp_nvcomp.runs.tiers.nodes import Moved, Nodes, Transfer, move_files
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem, OutputStream
 from dcp_nvcomp.storage.in_memory import MemoryFilesystem
 

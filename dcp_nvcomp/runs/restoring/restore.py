@@ -27,7 +27,7 @@ from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import is_missing
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.load import load
-from dcp_nvcomp.loading.whole import WholeValue
+from dcp_nvcomp.loading.matching import WholeValue
 from dcp_nvcomp.redaction import printable, without_secrets
 from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.background.pipeline import Pipeline

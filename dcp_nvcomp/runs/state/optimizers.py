@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_nvcomp.calls.flattening import Vacant, nested
-from dcp_nvcomp.calls.values import PLAIN_TENSORS
+from dcp_nvcomp.calls.values import PLAIN_TENSORS, Vacant, nested
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import saved_names

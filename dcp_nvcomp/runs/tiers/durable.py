@@ -16,9 +16,18 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep, why_not
 from dcp_nvcomp.runs.own_files import ID_NAME, REMOVING, is_pinned, pinned_steps, read_abandoned, run_id
-from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps, remove_step
+from dcp_nvcomp.runs.steps import (
+    Keep,
+    KeepRule,
+    RunSteps,
+    SavedStep,
+    StepNames,
+    list_steps,
+    reasons_to_keep,
+    remove_step,
+    why_not,
+)
 from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 

@@ -22,7 +22,7 @@ from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.saving.asynchronous import background_messages as messages
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment, resolver
 from dcp_nvcomp.saving.job import Patience
-from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.storage.processes import StorageSettings
 

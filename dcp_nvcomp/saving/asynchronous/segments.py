@@ -19,7 +19,7 @@ import numpy as np
 
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.tensors import PinnedMemory, fresh_allocate, pinned_allocate
-from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES, Cancelled, JobMemory, Room, TaskMemory
+from dcp_nvcomp.saving.encode.tasks import HOST_ROOM_NBYTES, Cancelled, JobMemory, Room, TaskMemory
 
 logger = logging.getLogger(__name__)
 

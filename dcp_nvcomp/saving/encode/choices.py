@@ -22,9 +22,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_nvcomp.codecs.auto import STORED, Judge, Look, judged_nbytes, literal_exponents
 from dcp_nvcomp.codecs.base import CodecChain, ElementType, ScratchArrays
-from dcp_nvcomp.codecs.choose import TINY_NBYTES, Auto, CodecChooser, sample_nbytes
+from dcp_nvcomp.codecs.choose import (
+    STORED,
+    TINY_NBYTES,
+    Auto,
+    CodecChooser,
+    Judge,
+    Look,
+    judged_nbytes,
+    literal_exponents,
+    sample_nbytes,
+)
 from dcp_nvcomp.codecs.registry import check_chain
 from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array

@@ -14,9 +14,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp.codecs.auto import Judge
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES, ELEMENT_TYPES, CodecChain, ElementType
-from dcp_nvcomp.codecs.choose import CodecChooser, sample_nbytes
+from dcp_nvcomp.codecs.choose import CodecChooser, Judge, sample_nbytes
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.coders import ENCODE
 from dcp_nvcomp.engines.tensors import (

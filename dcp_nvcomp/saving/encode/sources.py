@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_nvcomp.codecs.auto import Judge
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, ScratchArrays
+from dcp_nvcomp.codecs.choose import Judge
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy

@@ -20,16 +20,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_nvcomp.calls.flattening import flatten
 from dcp_nvcomp.calls.ranks import Call
-from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
+from dcp_nvcomp.calls.values import PLAIN_TENSORS, flatten, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
 from dcp_nvcomp.saving.encode.objects import serialized
-from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
-from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
-from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey, Proposal, Structure, agree, structure_of
+from dcp_nvcomp.saving.plans.kept_plans import GlobalPlan, KeptPlan, PlanKey, Proposal, Structure, agree, structure_of
+from dcp_nvcomp.saving.process_state import process_state
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import fsspec.config
 
-from dcp_nvcomp.calls.unknown_options import unknown_option
+from dcp_nvcomp.calls.suggestions import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.remote import option_nbytes

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import fsspec.config
 
-from dcp_nvcomp.calls.unknown_options import unknown_option
+from dcp_nvcomp.calls.suggestions import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.remote import option_nbytes, part_nbytes
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from dcp_nvcomp.calls.unknown_options import unknown_option
+from dcp_nvcomp.calls.suggestions import unknown_option
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, UnfinishedUpload, already_published, too_short
 from dcp_nvcomp.storage.conditional import publish

@@ -25,7 +25,7 @@ from dcp_nvcomp.saving.asynchronous import background as module
 from dcp_nvcomp.saving.asynchronous import background_child
 from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
 from dcp_nvcomp.saving.asynchronous.background_messages import own_package
-from dcp_nvcomp.saving.kept import forget_all, process_state
+from dcp_nvcomp.saving.process_state import forget_all, process_state
 from dcp_nvcomp.storage.processes import StorageSettings, storage_of
 from tests.checkpoints import assert_loads
 from tests.saving.asynchronous.test_copies import PATIENCE_SECONDS, begin, finish

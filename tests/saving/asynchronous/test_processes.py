@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import async_save
-from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.process_state import process_state
 from tests.checkpoints import assert_loads, file_names
 from tests.states import constant_state
 
