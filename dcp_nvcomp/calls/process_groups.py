@@ -29,8 +29,6 @@ _MOST_LIMITS: Final = 2  # torch waits for several things one after the other wh
 
 
 class _Groups:
-    """The groups that no call uses, by their ranks."""
-
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.cache: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
@@ -58,7 +56,6 @@ def own_groups(group: dist.ProcessGroup, call: Call, count: int) -> list[dist.Pr
 
 
 def offer_of(ranks: Sequence[int]) -> Offer:
-    """Return what this rank brings."""
     groups = _groups.get()
     with groups.lock:
         return Offer(tuple(groups.cached_of(ranks)), _registered())
@@ -89,7 +86,6 @@ def give_back(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return False once a group was destroyed."""
     try:
         return dist.is_initialized() and bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError):

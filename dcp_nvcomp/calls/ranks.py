@@ -150,7 +150,6 @@ def meet(group: dist.ProcessGroup | None, call: Call, mine: T) -> list[T]:
 
 
 def expect_same(calls: Sequence[Call], group: dist.ProcessGroup) -> None:
-    """Raise if the ranks make different calls."""
     if all(call == calls[0] for call in calls):
         return
     if len({call.name for call in calls}) > 1:
@@ -191,8 +190,6 @@ class PerWorld(Generic[T]):
 
 
 class _CalledHere:
-    """What this process called."""
-
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()  # over each group, by its name
         self.latest: deque[_Called] = deque(maxlen=_REMEMBERED)
@@ -290,7 +287,6 @@ def _key(rank: int) -> str:
 
 
 def _by_rank(values: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Return the different values, each with the ranks that have it."""
     who: dict[str, list[int]] = {}
     for rank, value in zip(global_ranks(group), values, strict=True):
         who.setdefault(value, []).append(rank)

@@ -247,7 +247,6 @@ _STORAGE_OF: Final = {name: storage for storage, names in _STORAGES for name in 
 
 
 def refuse_path(options: Collection[str], call: Collection[str]) -> None:
-    """Refuse a path that is given by a name of its own to a call that takes it by its place."""
     for option in _PATHS:
         if option in options:
             raise unknown_option(option, call=call)
@@ -270,7 +269,6 @@ def unknown_option(
     storage: str = "",
     takes: Collection[str] = (),
 ) -> ConfigurationError:
-    """Return the error for an unknown option."""
     hint = advice_for(option, call)
     if hint is None and close:
         hint = f"did you mean {close[0]!r}?"

@@ -45,7 +45,6 @@ def is_stateful(value: Any) -> bool:
 
 
 def check_state_dict(call: str, state_dict: Any) -> None:
-    """Refuse what is no state dict."""
     if isinstance(state_dict, torch.nn.Module | torch.optim.Optimizer):
         raise ConfigurationError(
             f"{call} needs a dict, not a {type(state_dict).__name__}: pass {{'model': model.state_dict()}}, or "
@@ -94,7 +93,6 @@ def try_values_of(
 
 
 def values_of(value: Any, objects: Collection[str] = (), fqn: str = "") -> Any:
-    """Return a value with the state dicts of the Stateful ones below it in their places."""
     if isinstance(value, MutableMapping | list):
         changed = {}
         for key, one in _items_of(value):
@@ -139,7 +137,6 @@ def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _stateful_in(values: Iterable[Any]) -> Any:
-    """Return a Stateful value in nested containers; None if there is none."""
     for value in values:
         if is_stateful(value):
             return value
@@ -226,7 +223,6 @@ def wrapped(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return what was wrapped."""
     values: dict[str, Any] = state_dict[_KEY]
     return values
 
@@ -257,14 +253,11 @@ Path = tuple["str | int | Key", ...]
 
 @dataclass(frozen=True)
 class Flattened:
-    """A state taken apart."""
-
     values: dict[str, Any]  # what is no container, by name
     paths: dict[str, Path]  # the place of each value in the state, by name
 
 
 def flatten(state: Mapping[str, Any]) -> Flattened:
-    """Take a state apart."""
     return _flatten(state, _is_value)
 
 
@@ -363,7 +356,6 @@ def _plain(key: Any) -> Any:
 
 
 def fqn_of(path: Sequence[object]) -> str:
-    """Return the name of a place."""
     return ".".join(map(str, path))
 
 
@@ -407,7 +399,6 @@ def _with_lists(node: Any) -> Any:
 
 
 def replace_at(state: MutableMapping[str, Any], path: Path, value: Any) -> None:
-    """Put a value in the place of another one in nested containers."""
     container: Any = state
     for part in path[:-1]:
         container = container[part.value if type(part) is Key else part]

@@ -98,13 +98,11 @@ class ScratchArrays:
 
 
 def check_slice_nbytes(slice_nbytes: int) -> None:
-    """Refuse a slice size that the format does not allow."""
     if not isinstance(slice_nbytes, int) or not 0 < slice_nbytes <= MAX_SLICE_NBYTES or slice_nbytes % ALIGNMENT_NBYTES:
         raise ConfigurationError(f"slice_nbytes={slice_nbytes!r} must be a multiple of 16 from 16 to 16 MiB.")
 
 
 def integer(configuration: dict[str, Any], key: str, codec: str) -> int:
-    """Return an integer of a configuration."""
     value = configuration.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be an integer.")
@@ -112,7 +110,6 @@ def integer(configuration: dict[str, Any], key: str, codec: str) -> int:
 
 
 def text(configuration: dict[str, Any], key: str, codec: str) -> str:
-    """Return a text of a configuration."""
     value = configuration.get(key)
     if not isinstance(value, str):
         raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be text.")
@@ -120,7 +117,6 @@ def text(configuration: dict[str, Any], key: str, codec: str) -> str:
 
 
 def slice_nbytes(configuration: dict[str, Any], codec: str) -> int:
-    """Return the `slice_nbytes` of a coder's configuration."""
     value = integer(configuration, "slice_nbytes", codec)
     if not 0 < value <= MAX_SLICE_NBYTES or value % ALIGNMENT_NBYTES:
         raise FormatError(f"Codec {codec!r} has slice_nbytes={shown(value)}, not a multiple of 16 from 16 to 16 MiB.")

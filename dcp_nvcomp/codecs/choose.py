@@ -72,7 +72,6 @@ class Look(NamedTuple):
 
 
 def judged_nbytes(element: ElementType) -> int:
-    """Return how many bytes of a record make a slice of each of its planes."""
     return DEFAULT_SLICE_NBYTES * (element.float_nbytes or 1)
 
 
@@ -83,7 +82,6 @@ def most_encoded_nbytes(nbytes: int) -> int:
 
 
 def literal_exponents(element: ElementType) -> CodecChain:
-    """Return the chain of trained floats."""
     return CodecChain(Planes(element.float_nbytes), LITERALS)
 
 
@@ -172,7 +170,6 @@ def _split(data: U8, width: int) -> tuple[dict[str, U8], bool]:
 
 
 def _cut(part: U8) -> list[U8]:
-    """Return the slices of a plane."""
     return [part[at : at + DEFAULT_SLICE_NBYTES] for at in range(0, part.size, DEFAULT_SLICE_NBYTES)]
 
 
@@ -199,8 +196,6 @@ class CodecChooser(Protocol):
 
 @dataclass(frozen=True)
 class _Always:
-    """The named codecs: one chain for floats, one for everything else."""
-
     coder: Coder | None
     plain: CodecChain
     split_floats: bool
@@ -251,7 +246,6 @@ class Auto:
 
 
 def sample_nbytes(nbytes: int) -> int:
-    """Return the size of a sample of a record of `nbytes`."""
     wanted = max(_MIN_SAMPLE_NBYTES, min(_MAX_SAMPLE_NBYTES, nbytes // _SAMPLED_PART))
     return wanted // 16 * 16  # whole elements of any type
 

@@ -35,7 +35,6 @@ def _codec(description: Any) -> Codec:
 
 
 def chain_from_json(description: Any) -> CodecChain:
-    """Return the chain that a footer describes."""
     if not isinstance(description, list) or not 1 <= len(description) <= 2:
         raise FormatError("A codec chain must be a list of one or two codecs.")
     codecs = [_codec(codec) for codec in description]

@@ -110,7 +110,6 @@ class _Copy:
 
     @torch.no_grad()
     def __call__(self) -> _Data:
-        """Return copies that nothing of training writes into."""
         copies = [
             one.detach().to("cpu", copy=True, non_blocking=True) if isinstance(one, torch.Tensor) else one
             for one in self._data

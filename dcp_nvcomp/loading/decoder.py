@@ -51,8 +51,6 @@ class GpuShare:
 
 @dataclass(frozen=True)
 class Fetched:
-    """A range of a file in memory."""
-
     read: Read
     data: memoryview  # its bytes, in the buffer of the thread that fetched it
     # for each block, the device whose engine decodes it; None for the CPU engine
@@ -93,7 +91,6 @@ class Decoder:
         return self._buffer[:nbytes]
 
     def decode(self, fetched: Fetched) -> None:
-        """Check, decode and place the blocks of a range."""
         read = fetched.read
         if read.start == 0:
             self._check_header(fetched)

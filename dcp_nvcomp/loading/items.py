@@ -80,7 +80,6 @@ def load_items(
     footers: Footers = read_footers,
     progress: Callable[[int], None] | None = None,
 ) -> Loaded:
-    """Load items into the destinations that a planner gives."""
     conversions = Conversions()  # of this load: each load warns
     ours = [item for item in items if isinstance(item.stored, StoredAt)]
     stock = [item for item in items if not isinstance(item.stored, StoredAt)]

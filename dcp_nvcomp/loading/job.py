@@ -91,8 +91,6 @@ class Loaded(NamedTuple):
 
 
 class LoadJob:
-    """One rank's part of one load."""
-
     def __init__(
         self,
         filesystem: Filesystem,

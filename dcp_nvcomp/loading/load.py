@@ -135,7 +135,6 @@ def _has_some_below(value: Any) -> bool:
 
 
 def _saved_objects(reader: NvcompReader) -> set[str]:
-    """Return the names of what was saved as an object."""
     # the load itself meets the same error, and reports it to all ranks
     with suppress(Exception):
         items = reader.read_metadata().state_dict_metadata.items()

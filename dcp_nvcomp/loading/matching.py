@@ -46,15 +46,12 @@ _NAMES: Final = ("params", "param_names")
 
 @dataclass(frozen=True)
 class Matched:
-    """The values of a destination."""
-
     values: dict[str, Any]  # by the names of the checkpoint; those that it lacks by their own
     paths: dict[str, Path]  # their places in the destination
     made: frozenset[str]  # the names of tensors that are not in the destination, and have to take the place of what is
 
 
 def match(state: Mapping[str, Any], metadata: Metadata) -> Matched:
-    """Match the values of a destination with those of a checkpoint."""
     saved = metadata.state_dict_metadata
     flat = flatten(state) if has_keys(metadata) else _flatten_as_saved(state, metadata)
     values = {fqn: value for fqn, value in flat.values.items() if fqn in saved or not _is_empty(value)}
@@ -139,8 +136,6 @@ def _place_of(value: Any, item: Any) -> Any:
 
 
 class ParameterNames:
-    """The names that optimizers of a destination have."""
-
     def __init__(self, flat: Flattened) -> None:
         self._own: dict[Path, dict[str, None]] = {}
         for fqn, path in flat.paths.items():
@@ -193,7 +188,6 @@ class ParameterNames:
 
 
 def is_place_of_names(path: Path) -> bool:
-    """Return True for the place of the parameters of a group."""
     return len(path) > 2 and path[-3] == _GROUPS and type(path[-2]) is int and path[-1] in _NAMES
 
 
@@ -202,8 +196,6 @@ def _are_names(value: Any) -> bool:
 
 
 class WholeValue:
-    """A value of a state dict that is loaded as a whole; Stateful, for `load`."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
         self._own: Any = None
@@ -279,7 +271,6 @@ def _kind_of(above: SavedEntry) -> str:
 
 
 def _stateful_in(value: Any, path: Path = ()) -> list[Path]:
-    """Return the places of the Stateful values in nested containers."""
     if is_stateful(value):
         return [path]
     if not isinstance(value, Mapping | list):

@@ -53,7 +53,6 @@ def planner_for(
     may_cast: bool = True,
     may_leave: Collection[str] = (),
 ) -> UnwrappingPlanner:
-    """Return the planner of one load."""
     if planner is None:
         planner = _WholeTensorPlanner(may_cast=may_cast, may_leave=may_leave)
     elif is_default_planner(planner, DefaultLoadPlanner):
@@ -190,7 +189,6 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
 
 
 def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None:
-    """Refuse a destination that differs from what was saved, before anything is loaded."""
     if saved is None:
         return
     if type(value) in PLAIN_TENSORS and shares_elements(value):

@@ -164,7 +164,6 @@ def _check_inside(region: Box, record: Record, footer: Footer) -> None:
 
 
 def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], limit_nbytes: int) -> list[Read]:
-    """Plan the reads that fetch every block that some targets of a file need, each block once."""
     wanted: dict[int, BlockRead] = {}
     offsets: list[int] = footer.block_offsets.tolist()
     for target in targets:
@@ -196,7 +195,6 @@ class ByteRange:
 
 
 def coalesce(pieces: Sequence[tuple[int, int]], gap_nbytes: int, limit_nbytes: int) -> list[ByteRange]:
-    """Join pieces of a file into larger reads."""
     reads: list[ByteRange] = []
     members: list[int] = []
     begin = end = 0
@@ -215,13 +213,10 @@ def coalesce(pieces: Sequence[tuple[int, int]], gap_nbytes: int, limit_nbytes: i
 
 
 class Conversions:
-    """Warns about the first destination whose dtype is not the saved one."""
-
     def __init__(self) -> None:
         self._warned = False
 
     def check(self, fqn: str, saved: torch.dtype, wanted: torch.dtype) -> None:
-        """Warn if the dtypes of a key differ and no warning was issued before."""
         if saved == wanted or self._warned:
             return
         self._warned = True
@@ -289,8 +284,6 @@ class Destination(ABC):
 
 
 class Region(Destination):
-    """The destination of a region of a tensor record."""
-
     def __init__(self, box: Box, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         self._box = box
         self._tensor = tensor.detach() if tensor.requires_grad else tensor

@@ -351,14 +351,11 @@ class NvcompReader(StorageReader):
 
 
 class Seen(NamedTuple):
-    """What a rank saw."""
-
     save_id: str | None  # id of the save; None if the checkpoint has none, as those of stock DCP
     place: str  # path or URL, without passwords
 
 
 def check_same_save(plans: Sequence[LoadPlan], path: str) -> None:
-    """Raise if the ranks saw different saves."""
     seen: list[Seen] = [plan.storage_data for plan in plans]
     saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
     if len(saves) < 2:

@@ -58,7 +58,7 @@ __getattr__ = lazy_names(
         "maintenance.run_listing": "RunListing list_run",
         "runs.events": "ReplicasDiffer RunReport StepDelayed StepFailed StepRestored StepSaved StepSkipped "
         "StepsRemoved",
-        "runs.keep": "SavedStep",
+        "runs.steps": "SavedStep",
         "runs.pruning": "Pruning pin_step prune_run unpin_step",
         "runs.state.loaders": "ElasticSampler LoaderPart",
         "runs.step_save": "StepSave",

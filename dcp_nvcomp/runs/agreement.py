@@ -49,7 +49,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that acts for all."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -138,7 +137,6 @@ class Ranks:
 
 
 def ranks_of_run(group: dist.ProcessGroup | None, call: Call, thread_count: int) -> list[Ranks]:
-    """Return the ranks of a run, for each thread of a manager that has collectives."""
     if group is None:
         return [Ranks(None)] * thread_count
     gone = _Gone()
@@ -288,8 +286,6 @@ class Failures:
 
 
 class RunCall(NamedTuple):
-    """What a rank calls of its manager."""
-
     name: str  # of the method
     step: int = -1  # that it is called with; -1 for none
     fallback: bool = True  # option of `restore`
@@ -308,8 +304,6 @@ class RunCall(NamedTuple):
 
 
 class Agreement:
-    """What the ranks agree on."""
-
     def __init__(
         self, ranks: Ranks, signals: SignalWatch, failures: Failures, lease: Callable[[], Lease | None], path: str
     ) -> None:

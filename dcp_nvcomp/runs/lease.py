@@ -49,8 +49,6 @@ _LONGEST_PAUSE_SECONDS: Final = 2.0
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lease says."""
-
     id: str  # of this lease
     run_id: str = ""  # of the job; empty if it has none
     host: str = "?"  # where the job's first rank is

@@ -25,8 +25,6 @@ REPLICAS: Final = "replicas"
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the parts of a manager share."""
-
     nodes: Nodes
     fast: FastTier | None
     durable: DurableTier
@@ -82,14 +80,12 @@ class ForwardedOptions:
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Return a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
     return value
 
 
 def check_tiers(fast: Any, fast_every: Any, copies: Any) -> None:
-    """Raise ConfigurationError if options of the fast tier contradict each other."""
     if copies != REPLICAS:
         check_count("copies", copies, least=0)
     if fast is None and (fast_every is not None or copies):

@@ -66,7 +66,6 @@ class Replicas:
         self._group: dist.ProcessGroup | None = None
 
     def replica_of(self, values: dict[str, Any], until_idle: Callable[[], None]) -> Replica:
-        """Return what this rank's replica saves of a state."""
         offers = self._offers(values)
         if self._layouts != [offer.layout for offer in offers]:
             self._arrange(values, offers, until_idle)
@@ -178,7 +177,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[DTensor]:
 
 
 def is_sharded(value: Any) -> bool:
-    """True if a value is a DTensor, or has some in it."""
     return next(_tensors([value]), None) is not None
 
 
@@ -218,7 +216,6 @@ def joined(count: int, sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], 
 
 
 def entries(values: Mapping[Any, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield what is no dict in a nested state, with its path."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from entries(value, (*at, key))
@@ -227,7 +224,6 @@ def entries(values: Mapping[Any, Any], at: Path = ()) -> Iterator[tuple[Path, An
 
 
 def digest_of(paths: Mapping[Path, bool]) -> bytes:
-    """Return a digest of paths, and of which entries are sharded."""
     return hashlib.sha256(repr(list(paths.items())).encode()).digest()
 
 
@@ -294,8 +290,6 @@ Rows = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A save that is complete in itself."""
-
     written: WrittenSave  # what it consists of; its files are named by the places of their ranks in `ranks`
     ranks: tuple[int, ...]  # the ranks that made it
     seconds: float  # how long the slowest of them took
@@ -324,8 +318,6 @@ def written_by(
 
 @dataclass(frozen=True)
 class Compared:
-    """What came of it."""
-
     differing: tuple[str, ...]  # the tensors that replicas have saved with different values
     is_complete: bool  # False if replicas have divided something differently, which so could not be compared
 
@@ -369,7 +361,6 @@ def _differing(replicas: Sequence[Rows]) -> set[int]:
 
 
 def _crcs(footer: Footer) -> Iterator[tuple[int, list[str], int]]:
-    """Yield number, names and CRC of each tensor, or of those that lie in one pack."""
     members: dict[int, list[Record]] = {}
     for record in footer.records:
         if record.pack is not None:

@@ -28,8 +28,6 @@ _SPARE = 1.1  # the next step may be a little larger than the last
 
 
 class SaveStarter:
-    """Begins the saves of a manager."""
-
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -114,7 +112,6 @@ class SaveStarter:
 
 
 def state_nbytes(values: Mapping[str, Any]) -> int:
-    """Return the size of the tensors, in bytes."""
     found, waiting = 0, list(values.values())
     while waiting:
         value = waiting.pop()

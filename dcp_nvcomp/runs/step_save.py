@@ -61,7 +61,6 @@ class StepSave:
         self._copied_nbytes = self._uploaded_nbytes = 0
 
     def returned(self) -> None:
-        """Note that the caller goes on."""
         self._stall_seconds = time.perf_counter() - self._began_seconds
 
     @property
@@ -74,7 +73,6 @@ class StepSave:
         self._parts = count
 
     def part_ended(self, error: BaseException | None = None) -> bool:
-        """Note that a part has ended."""
         with self._lock:
             self._error = self._error or error
             self._parts -= 1
@@ -82,13 +80,11 @@ class StepSave:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the first part failed that did."""
         return self._error
 
     def reached(
         self, tier: TierName, *, stats: SaveStats | None = None, copied_nbytes: int = 0, uploaded_nbytes: int = 0
     ) -> None:
-        """Note that the step is in another tier."""
         with self._lock:
             self._stats = stats or self._stats
             self._copied_nbytes += copied_nbytes
@@ -114,13 +110,10 @@ class StepSave:
         )
 
     def failed(self, error: BaseException) -> StepFailed:
-        """Return what to tell if it failed."""
         return StepFailed(self.step, self.tiers, f"{type(error).__name__}: {error}")
 
 
 class RunTime:
-    """The time of a run, as one manager counts it."""
-
     def __init__(self, seconds: float | None) -> None:
         self.go_on_from(seconds)
 
@@ -133,7 +126,6 @@ class RunTime:
 
 
 def check_metrics(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the metrics of a step as plain numbers."""
     found = {}
     for name, value in (metrics or {}).items():
         try:

@@ -31,8 +31,6 @@ EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved t
 
 @dataclass(frozen=True)
 class StepNames:
-    """The names of the steps' directories."""
-
     template: str = "step-{step}"
 
     def __post_init__(self) -> None:
@@ -56,8 +54,6 @@ class StepNames:
 
 @dataclass(frozen=True)
 class RunSteps:
-    """The steps that are at one place."""
-
     complete: tuple[SavedStep, ...]  # those that are complete (maintenance/run_listing.py), in ascending order
     abandoned: tuple[SavedStep, ...]  # complete ones that the run has left behind
     # not complete although they were published, or found damaged by a restore
@@ -70,7 +66,6 @@ class RunSteps:
 def list_steps(
     filesystem: Filesystem, names: StepNames, abandoned: Abandoned | None = None, *, seen: Seen | None = None
 ) -> tuple[RunSteps, Seen]:
-    """Return the steps below a run's root."""
     below = filesystem.list_below()
     for folder, error in below.failed.items():
         if names.step_of(folder) is not None:
@@ -99,7 +94,6 @@ def list_steps(
 
 
 def saved_step(step: int, found: Step) -> SavedStep:
-    """Return what a list found as a step of a run."""
     return SavedStep(
         step,
         found.saved_seconds or 0.0,

@@ -66,8 +66,6 @@ class _Lane:
 
 
 class SaveJob:
-    """One rank's part of one save."""
-
     def __init__(
         self,
         filesystem: Filesystem,

@@ -30,8 +30,6 @@ from dcp_nvcomp.saving.plans.kept_plans import KeptPlans
 
 
 class Kept:
-    """What is kept."""
-
     def __init__(self) -> None:
         self.plans = KeptPlans()
         self.choices = RememberedChoices()
@@ -94,7 +92,6 @@ _of_parents: list[Kept] = []
 
 
 def process_state() -> Kept:
-    """Return what this process keeps."""
     return _kept
 
 

@@ -1,4 +1,4 @@
-"""The saves of a writer, and one rank's part of one: `RankSave.run` writes its files, `RankResults` say what is in them.
+"""The saves of a writer, and one rank's part of one: `RankSave.run` writes its files, `RankResults` name what is there.
 
 A save is announced on a thread, by `reset` or `storage_meta`, and begun there by `set_up_storage_writer`. Asynchronous
 saves of one writer may overlap, each on a thread of its own. A prepared one belongs to no thread.
@@ -100,8 +100,6 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class RankSave:
-    """What one rank writes in one save, and where to."""
-
     path: str
     save_id: str
     rank: int
@@ -194,7 +192,6 @@ class RankResults(list[WriteResult]):
 
 
 def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
-    """Return where items are, by their positions in the plan."""
     position_of = {id(item.index): position for position, item in enumerate(plan.items)}
     return PlacedItems(
         tuple(tuple(written.file) for written in files),
@@ -205,7 +202,6 @@ def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
 
 
 def storage_data(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, Any]:
-    """Return where each item is stored."""
     if isinstance(metadata, PlannedMetadata):
         placed = [rank.placed for rank in results if isinstance(rank, RankResults) and rank.placed is not None]
         return metadata.plan.storage_data(placed)
@@ -214,8 +210,6 @@ def storage_data(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -
 
 @dataclass
 class Save:
-    """One save of this rank."""
-
     path: str = ""  # empty until it is fixed: by `reset` with a place, or when the save begins
     place: str = ""  # where that is, wherever the process moves to until the save is over
     save_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # in the names of its files

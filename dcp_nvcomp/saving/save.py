@@ -109,7 +109,6 @@ _PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_low
 def writer_for(
     call: str, writer: NvcompWriter | None, checkpoint_id: str | os.PathLike[str] | None, options: Mapping[str, Any]
 ) -> NvcompWriter:
-    """Return the writer that was given, or one made from the options."""
     if writer is not None:
         check_given_storage(call, writer, NvcompWriter, "writer", options)
         return writer
@@ -125,7 +124,6 @@ def planner_for(
     failure: CheckpointError | None = None,
     on_difference: OnDifference = "warn",
 ) -> KeepingPlanner:
-    """Return the planner of one save."""
     is_ours = type(writer) is NvcompWriter
     return KeepingPlanner(planner, may_keep=is_ours, failure=failure, on_difference=on_difference)
 
@@ -155,7 +153,6 @@ def run_save(
     planner: KeepingPlanner,
     group: dist.ProcessGroup | None,
 ) -> Metadata:
-    """Save."""
     failed: BaseException | None = None
     try:
         with together(group):
@@ -337,7 +334,6 @@ def has_spare_core() -> bool:
 
 
 def spare_core_count(cores: int, ranks: int, *, threads: int) -> int:
-    """Return how many cores each rank of a host has to spare."""
     return cores // ranks - threads
 
 

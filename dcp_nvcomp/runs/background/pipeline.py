@@ -61,7 +61,6 @@ class Pipeline:
         return 0 if self._fast_stage is None else self._fast_stage.step_nbytes
 
     def make_room(self, nbytes: float) -> bool:
-        """Return whether so much fits this node's fast tier, once what may go is gone."""
         assert self.room is not None
         return self.room.make(nbytes)
 

@@ -41,7 +41,6 @@ class FastStage:
         self._complete = sorted({*self._complete, *steps})
 
     def leave_behind(self, steps: Collection[int]) -> None:
-        """Remove steps that the run has left behind."""
         self._complete = [step for step in self._complete if step not in steps]
         if not self._nodes.is_leader:
             return
@@ -143,8 +142,6 @@ class FastStage:
 
 
 class DurableStage:
-    """The durable tier's part of a manager's work in the background."""
-
     def __init__(self, ranks: Ranks, run: RunContext, there: RunSteps) -> None:
         self._ranks, self._durable, self._fast, self._rule = ranks, run.durable, run.fast, run.keep
         self._check_lease, self._emit = run.check_lease, run.emit

@@ -19,8 +19,6 @@ DURABLE = ""  # stands for the durable tier where copies are pairs of node and f
 
 @dataclass(frozen=True)
 class Candidate:
-    """A save that may be complete."""
-
     saved: SavedStep  # the version that nodes without one of their own read
     wanted: Mapping[str, int]  # its data files and their sizes; empty if nodes hold none of it
     holders: Mapping[str, tuple[str, ...]]  # the nodes that hold each of these files whole

@@ -33,8 +33,6 @@ _Transfers = Mapping[Transfer, Mapping[str, int]]
 
 
 class Fetch:
-    """Files of a step on their way to the ranks that need them."""
-
     def __init__(self, candidate: Candidate, ranks: Ranks, nodes: Nodes, fast: FastTier, room: Room) -> None:
         self._candidate, self._ranks, self._nodes, self._fast, self._room = candidate, ranks, nodes, fast, room
         self._files = candidate.files()

@@ -57,8 +57,6 @@ class _Attempt:
 
 
 class Restoring:
-    """How a manager restores."""
-
     def __init__(
         self,
         ranks: Ranks,
@@ -314,6 +312,5 @@ def _save_ids(found: Iterable[Candidate]) -> dict[int, frozenset[str]]:
 
 
 def _root_of(fast: FastTier, filesystem: Filesystem) -> tuple[bytes, str | None]:
-    """Return the bytes of a `.metadata`, and the id of its save."""
     root = fast.read_root(filesystem)
     return root.data, root.save_id

@@ -35,7 +35,6 @@ _NO_STATE: Final[Mapping[str, Any]] = {}
 
 
 def optimizers_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Optimizers | Fsdp1Optimizers:
-    """Return the optimizers of a model, by the kind of its parameters."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return Fsdp1Optimizers(model, optimizers)
     return Optimizers(model, optimizers)
@@ -53,8 +52,6 @@ class _Group:
 
 
 class Optimizers:
-    """The optimizers of a model, as one value."""
-
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
 
@@ -107,7 +104,6 @@ class Optimizers:
         return groups
 
     def destination(self, entries: Sequence[SavedEntry]) -> Any:
-        """Return nested containers with a place for each saved entry."""
         if not entries:
             raise MissingKeyError("The checkpoint has nothing of optimizers.", fqn="optimizer")
         there = self.state_dict()

@@ -38,16 +38,12 @@ BEGUN: Final = "its removal had begun"
 
 @dataclass(frozen=True)
 class Removed:
-    """What a round of removals did."""
-
     steps: tuple[int, ...]  # those that are gone
     failed: Mapping[int, CheckpointError]  # why others could not be removed, by step; the next round tries again
 
 
 @dataclass(frozen=True)
 class Doomed:
-    """What a rule says of steps."""
-
     why: Mapping[int, str]  # why those go that nothing keeps, by step, in ascending order
     kept: Mapping[int, tuple[str, ...]]  # why the others are kept
 
@@ -57,8 +53,6 @@ class Doomed:
 
 
 class DurableTier:
-    """The steps at a run's root."""
-
     def __init__(self, root: str, names: StepNames, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = place_of(root).rstrip("/") or "/"
         self.names = names
@@ -186,7 +180,6 @@ class DurableTier:
         return Doomed({step: why[step] for step in sorted(why) if step not in pinned}, kept)
 
     def remove(self, why: Mapping[int, str], listed: Mapping[int, str] | None = None) -> Removed:
-        """Remove steps, but for those that are held, and those that are not the save that was listed any more."""
         gone, failed = [], {}
 
         def is_wanted(step: int, filesystem: Filesystem) -> bool:

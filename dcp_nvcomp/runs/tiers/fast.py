@@ -44,8 +44,6 @@ _MOST_NAME_NBYTES = 1 << 12
 
 @dataclass(frozen=True)
 class HeldStep:
-    """What one node has of a step."""
-
     step: int
     held: Mapping[str, int]  # the data files that are there, and their sizes
     saved: SavedStep | None = None  # as the `.metadata` that is there describes it
@@ -57,8 +55,6 @@ class HeldStep:
 
 
 class FastTier:
-    """This node's part of the fast tier."""
-
     def __init__(self, root: str, names: StepNames, *, metadata_limit_nbytes: int = MAX_METADATA_NBYTES) -> None:
         self._metadata_limit_nbytes = metadata_limit_nbytes
         self.root, self.names = place_of(root).rstrip("/") or "/", names
@@ -233,8 +229,6 @@ def _open(path: str) -> Filesystem:
 
 
 class Room:
-    """The room in a node's fast tier."""
-
     def __init__(self, fast: FastTier, awaited: Callable[[], Collection[int]], emit: Callable[[Event], None]) -> None:
         self._fast, self._awaited, self._emit = fast, awaited, emit
         self._lock = threading.Lock()

@@ -44,8 +44,6 @@ class Transfer:
 
 
 class Nodes:
-    """The nodes of a run."""
-
     def __init__(self, places: Sequence[Place], rank: int) -> None:
         self._places, self._rank = tuple(places), rank
         self.names = tuple(dict.fromkeys(place.node for place in places))
@@ -62,7 +60,6 @@ class Nodes:
 
     @property
     def is_leader(self) -> bool:
-        """True on the rank that acts for its node."""
         return self.ranks_of(self.own)[0] == self._rank
 
     def peers_of(self, node: str, count: int) -> list[str]:
@@ -136,8 +133,6 @@ _UPLOADED_PIECE_NBYTES = 16 << 20
 
 @dataclass
 class Moved:
-    """What became of the files that a rank sent and received."""
-
     received: dict[str, int] = field(default_factory=dict)  # those that arrived whole, and their sizes
     unread: dict[str, CheckpointError] = field(default_factory=dict)  # why others could not be read here, by name
     # why others could not be written here, or did not arrive as they were
@@ -151,7 +146,6 @@ class Moved:
 def move_files(
     ranks: Ranks, transfers: Mapping[Transfer, Mapping[str, int]], source: Filesystem, target: Filesystem
 ) -> Moved:
-    """Send and receive files; all ranks call this with the same transfers."""
     ends = _Ends(source, target)
     for one in rounds(list(transfers)):
         outgoing = next((transfer for transfer in one if transfer.source == ranks.rank), None)

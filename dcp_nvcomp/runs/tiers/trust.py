@@ -24,7 +24,6 @@ _INSTEAD: Final = "choose a directory of your own, such as one below /dev/shm/<y
 
 
 def own_directory(path: str) -> None:
-    """Make a directory for this user alone, or make sure that the one that is there is the user's own."""
     with storage_errors("make the directory", path):
         for folder in [*_missing_above(path), path]:
             with contextlib.suppress(FileExistsError):  # another rank of this node was quicker
@@ -119,7 +118,6 @@ def fault_below(root: str, name: str) -> str | None:
 
 
 def refuse_fault_below(root: str, name: str) -> None:
-    """Refuse a fast tier for a directory in it that is not to be trusted."""
     fault = fault_below(root, name)
     if fault is not None:
         raise ConfigurationError(f"In fast={root!r}, {name} is not to be trusted: {fault}. Remove it, or {_INSTEAD}.")

@@ -31,8 +31,6 @@ _LOOKS_SECONDS = 1.0
 
 
 class Child:
-    """What the process does."""
-
     def __init__(self, connection: Connection, segments: socket.socket) -> None:
         self._messages = connection
         self._sockets = segments
@@ -152,7 +150,6 @@ def _watch(parent: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the process."""
     descriptor, segments, parent = map(int, arguments)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     connection = Connection(descriptor)

@@ -132,8 +132,6 @@ class StagingBudget:
 
 
 class SegmentStores:
-    """What the asynchronous saves of a process share."""
-
     def __init__(self) -> None:
         self.plain, self.pinned, self.budget = SegmentStore(), SegmentStore(), StagingBudget()
 

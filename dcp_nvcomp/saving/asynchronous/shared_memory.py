@@ -29,8 +29,6 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 class SharedSegment:
-    """A piece of shared memory."""
-
     def __init__(self, nbytes: int, number: int, descriptor: int | None = None) -> None:
         self.nbytes, self.number = nbytes, number
         self.there_nbytes = 0  # from the start: a store to memory that is not there may end the process
@@ -145,7 +143,6 @@ class SharedSegments:
 
 
 def is_available() -> bool:
-    """True if this system has such memory."""
     return hasattr(os, "memfd_create")
 
 

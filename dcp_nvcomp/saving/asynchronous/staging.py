@@ -146,7 +146,6 @@ class Staging:
         time.sleep(_HANDOVER_SECONDS)
 
     def _copy(self, items: Sequence[WriteItem], resolve: Resolve, budget_nbytes: int | None, *, may_wait: bool) -> None:
-        """Copy the state, if that is how this save is staged and it can be done."""
         if self._copied is None:
             return
         if budget_nbytes is None:
@@ -261,8 +260,6 @@ Copying: TypeAlias = Literal["copied", "refused", "later"]
 
 
 class CopiedWrite:
-    """Copies what one rank saves, and has the copy written."""
-
     def __init__(
         self, segments: SharedSegments, budget: StagingBudget, process: Callable[[], BackgroundProcess]
     ) -> None:

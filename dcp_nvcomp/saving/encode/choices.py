@@ -143,8 +143,6 @@ class _Place(NamedTuple):
 
 
 class AutoChoice(ChainChoice):
-    """The choice for one record in host memory."""
-
     def __init__(
         self, record: Record, array: HostArray, grid: BlockGrid, remembered: RememberedChoices | None = None
     ) -> None:
@@ -302,8 +300,6 @@ def _repeats(place: _Place, element: ElementType, scratch: ScratchArrays) -> boo
 
 
 class CodecPolicy:
-    """Picks codec chains."""
-
     def __init__(self, chooser: CodecChooser) -> None:
         self._chooser = chooser
         self._auto = Auto()

@@ -50,8 +50,6 @@ _UINT8 = ELEMENT_TYPES["uint8"]
 
 
 class RecordMaker:
-    """Makes records of one data file's items."""
-
     def __init__(
         self, chooser: CodecChooser, engine: EngineChoice, remembered: RememberedChoices, *, pack: bool
     ) -> None:
@@ -228,7 +226,6 @@ class Packer:
         return pack, ready
 
     def _closed(self, pack: _Pack) -> Ready:
-        """Return one record of all the parts, in one block."""
         element, sampled_nbytes = pack.element, sample_nbytes(pack.nbytes)
         source: Source
         if pack.arrays:

@@ -60,8 +60,6 @@ class ChainChoice:
 
 
 class Source(ABC):
-    """A shard's elements."""
-
     @property
     @abstractmethod
     def cuda_device(self) -> torch.device | None:
@@ -70,8 +68,6 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Part:
-    """Some blocks of one shard."""
-
     source: Source
     choice: ChainChoice
     boxes: Sequence[Box]
@@ -105,8 +101,6 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tu
 
 
 class _HostEncoded(Source):
-    """A shard that the CPU engine encodes."""
-
     @property
     def cuda_device(self) -> None:
         return None
@@ -118,8 +112,6 @@ class _HostEncoded(Source):
 
 @dataclass(frozen=True)
 class HostSource(_HostEncoded):
-    """A shard in host memory."""
-
     array: HostArray
 
     def strips(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[RowStrip]:
@@ -190,8 +182,6 @@ class _CudaEncoded(Source):
 
 
 class CudaSource(_CudaEncoded):
-    """A shard: one tensor."""
-
     def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
         (tensor,) = self.tensors
         return [EncodeJob((tensor[box.index],), chain, self.ready) for box in boxes]

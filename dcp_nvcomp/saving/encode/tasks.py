@@ -243,8 +243,6 @@ class BufferPool(TaskMemory):
 
 
 class BufferMemory(JobMemory):
-    """Buffers of one save, a pool for each kind of engine."""
-
     def __init__(self, budget_nbytes: int, *, threads: int, state_nbytes: int, may_use_cuda: bool) -> None:
         # enough to keep every thread busy, plus read-ahead within the budget to absorb tensors that encode slower than
         # they write

@@ -45,8 +45,6 @@ _MAX_ITEMS = 1 << 20
 
 @dataclass(frozen=True)
 class PlanKey:
-    """What a plan belongs to, beside the structure."""
-
     ranks: tuple[int, ...]  # the global ranks that save together; empty without torch.distributed
     flatten_state_dict: bool = True
     flatten_sharded_tensors: bool = True
@@ -55,8 +53,6 @@ class PlanKey:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """A plan that all ranks made together."""
-
     plan_id: str
     key: PlanKey
     structure: Structure
@@ -69,8 +65,6 @@ class KeptPlan:
 
 
 class KeptPlans:
-    """A few plans, the latest ones."""
-
     def __init__(self, max_plans: int = _MAX_PLANS, max_items: int = _MAX_ITEMS) -> None:
         self._plans: deque[KeptPlan] = deque(maxlen=max_plans)
         self._max_items = max_items
@@ -106,7 +100,6 @@ class Structure:
 
 
 def structure_of(state: Mapping[str, Any], paths: Mapping[str, Any] | None) -> Structure | None:
-    """Describe a flattened state."""
     meshes: dict[int, tuple[Any, ...]] = {}
     entries = []
     needs_grad = torch.is_grad_enabled()
@@ -187,8 +180,6 @@ class PlacedItems:
 
 
 class GlobalPlan:
-    """What was planned for all ranks."""
-
     def __init__(
         self, plans: Sequence[SavePlan], metadata: Metadata, compared_keys: Sequence[tuple[str, ...]] = ()
     ) -> None:

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 
 class KeepingPlanner(SavePlanner):
-    """Plans one save."""
-
     def __init__(
         self,
         planner: SavePlanner | None,

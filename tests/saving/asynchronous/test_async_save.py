@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from benchmarks.staging import Staged, staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, SaveStats, async_save, errors
-from dcp_nvcomp.saving import kept as keeping
+from dcp_nvcomp.saving import process_state as keeping
 from dcp_nvcomp.saving.data_files import DataFileWriter
 from dcp_nvcomp.saving.encode import sources
 from dcp_nvcomp.saving.process_state import process_state

@@ -140,7 +140,7 @@ def test_kept_plans_make_the_checkpoints_of_new_ones(
 
 
 def _keep_on(keeping: Any) -> None:
-    from dcp_nvcomp.saving import kept as module
+    from dcp_nvcomp.saving import process_state as module
 
     module._kept = keeping
 
