@@ -14,7 +14,6 @@ import torch.distributed as dist
 from dcp_nvcomp.calls.ranks import Call, group_of
 from dcp_nvcomp.calls.values import check_state_dict, try_check, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
-from dcp_nvcomp.format.metadata.summary import LEASE, RUN_SECONDS
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch, ranks_of_run
@@ -24,10 +23,9 @@ from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.options import ForwardedOptions, RunContext, check_count, check_tiers, job_id
 from dcp_nvcomp.runs.replicas import replicas_for
 from dcp_nvcomp.runs.restoring.restore import Restoring
-from dcp_nvcomp.runs.starting import SaveStarter
-from dcp_nvcomp.runs.step_save import NewestStep, RunTime, StepSave, check_metrics
+from dcp_nvcomp.runs.step_save import RunProgress, StepSave, check_metrics
 from dcp_nvcomp.runs.steps import Best, Keep, KeepRule, RunSteps, SavedStep, StepNames
-from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
+from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import nodes_of_run
 from dcp_nvcomp.saving.plans.differences import OnDifference
@@ -159,50 +157,48 @@ class CheckpointManager:
         self._replicas = replicas_for(copies, self._ranks, self._nodes, self._group)
         self._failures = Failures()
         self._has_last_save = self._is_closed = False
-        self._saves = self._made_up_for = 0
+        self._made_up_for = 0
         self._lease: Lease | None = None
         try:
-            there = self._begin(run_id or job_id(), take_over, lease_seconds)
+            there, lease_number = self._begin(run_id or job_id(), take_over, lease_seconds)
             self._signals = SignalWatch(preemption_signals)
         except BaseException:
             self._release()
             raise
         newest = max(there.complete, key=lambda saved: saved.step, default=None)
-        self._newest = NewestStep(None if newest is None else newest.step)
-        self._run_time = RunTime(None if newest is None else newest.run_seconds)
+        self._progress = RunProgress(newest, lease_number)
         path = without_secrets(self._durable.root)
         self._agreement = Agreement(self._ranks, self._signals, self._failures, lambda: self._lease, path)
-        emit = self._events.emit
-        run = RunContext(self._nodes, self._fast, self._durable, keep, fast_keep, self._copies, self._check_lease, emit)
+        run = RunContext(
+            self._nodes,
+            self._fast,
+            self._durable,
+            keep,
+            fast_keep,
+            self._copies,
+            self._check_lease,
+            self._events.emit,
+            self._group,
+            self._options,
+            on_difference,
+        )
         self._pipeline = Pipeline(fast_ranks, durable_ranks, run, there, self._failures)
-        self._starter = SaveStarter(
-            self._group, run, self._pipeline, self._options, on_difference, warns=self._ranks.is_first
-        )
-        self._restoring = Restoring(
-            self._ranks, run, self._pipeline, self._group, self._options.for_durable_reader, self._run_time
-        )
+        self._restoring = Restoring(self._ranks, run, self._pipeline, self._progress)
 
-    def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> RunSteps:
-        """Take the run, and finish what an earlier manager left unfinished; return the steps that are there."""
+    def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> tuple[RunSteps, int]:
+        """Take the run; return the steps that are there, and the number of the lease."""
 
         def take() -> tuple[str, RunSteps, int]:
-            self._durable.refuse_checkpoint()
-            lease = Lease.take(self._durable.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
-            try:
-                run = self._durable.run()
-                found = self._durable.list()
-                self._durable.remove(dict.fromkeys(found.removing, BEGUN))
-            except BaseException:
-                lease.release()
-                raise
-            self._lease = lease
-            return run, found, lease.number
+            self._lease, run, found = self._durable.take(
+                run_id=run_id, lease_seconds=lease_seconds, take_over=take_over
+            )
+            return run, found, self._lease.number
 
-        run, there, self._lease_number = self._ranks.on_first_at_length(take)  # it may watch another lease
+        run, there, number = self._ranks.on_first_at_length(take)  # it may watch another lease
         if self._fast is not None:
             fast = self._fast
             self._ranks.together(lambda: fast.claim(run))
-        return there
+        return there, number
 
     @property
     def preempted(self) -> bool:
@@ -266,13 +262,13 @@ class CheckpointManager:
         failed, no_room, backlogged, is_asked = self._agreement.now(
             call,
             failure is not None,
-            not self._starter.has_room(values),
+            not self._pipeline.has_room(values),
             self._pipeline.on_their_way > 1,
             failure is None and bool(durable),
         )
         if failed:
             raise failure or RankFailedError("A save was not begun, because another rank has no state for it.")
-        save = self._new_save(step, known_metrics)
+        save = self._progress.new_save(step, known_metrics)
         to_fast = self._fast is not None and not no_room and not self._owes
         is_last = self.preempted or bool(is_asked)
         due = is_last or not to_fast or self._is_due(step, self._every)
@@ -288,11 +284,11 @@ class CheckpointManager:
                 self._events.emit(
                     StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only")
                 )
-        self._newest.is_now(step)
+        self._progress.is_now(step)
         replica = self._replicas.replica_of(values, self._pipeline.wait) if self._replicas and to_fast else None
         self._restoring.go_back()
         if to_fast:
-            self._starter.to_fast(save, values, replica, upload=due)
+            self._pipeline.to_fast(save, values, replica, upload=due)
             if due and (is_last or not self._asynchronous):  # nothing comes later that could make up for it
                 save = self._made_sure(save, call, values)
         else:
@@ -305,7 +301,7 @@ class CheckpointManager:
         return save
 
     def _to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
-        self._starter.to_durable(save, values)
+        self._pipeline.to_durable(save, values)
         self._made_up_for = save.number
 
     def _made_sure(self, save: StepSave, call: RunCall, values: dict[str, Any]) -> StepSave:
@@ -317,7 +313,7 @@ class CheckpointManager:
         if self._agreement.lost < save.number:  # fine: it makes up for those before it
             self._made_up_for = max(self._made_up_for, save.number - 1)
             return save
-        again = self._new_save(save.step, save.metrics)
+        again = self._progress.new_save(save.step, save.metrics)
         self._to_durable(again, values)
         return again
 
@@ -329,7 +325,7 @@ class CheckpointManager:
             if check_count("step", step, least=0) >= LARGEST_STEP:
                 raise ConfigurationError(f"step={step} is larger than any step that ranks can agree on, 2**63 - 1.")
             check_flag("durable", durable)
-            self._newest.refuse_older(step)
+            self._progress.refuse_older(step)
             check_state_dict("save", state)
             known_metrics = check_metrics(step, metrics)
         except CheckpointError as error:
@@ -392,17 +388,11 @@ class CheckpointManager:
             step,
             fallback=fallback,
             is_due=lambda number: self._is_due(number, self._every),
-            new_save=self._new_save,
         )
-        self._newest.is_now(None if event is None else event.step)
+        self._progress.is_now(None if event is None else event.step)
         if event is not None:
             self._events.emit(event)
         return event
-
-    def _new_save(self, step: int, metrics: Mapping[str, float]) -> StepSave:
-        self._saves += 1
-        more = {RUN_SECONDS: round(self._run_time.seconds, 6), LEASE: self._lease_number}
-        return StepSave(step, self._saves, metrics, more)
 
     def report(self) -> RunReport:
         """Return what this manager did so far, on this rank."""

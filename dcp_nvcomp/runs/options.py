@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch.distributed as dist
+
 from dcp_nvcomp.calls.suggestions import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
@@ -18,21 +20,10 @@ from dcp_nvcomp.runs.steps import Keep, KeepRule
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 REPLICAS: Final = "replicas"
-
-
-@dataclass(frozen=True)
-class RunContext:
-    nodes: Nodes
-    fast: FastTier | None
-    durable: DurableTier
-    keep: Keep | KeepRule | None
-    fast_keep: int
-    copies: int  # nodes that get those of each node's files
-    check_lease: Callable[[], None]
-    emit: Callable[[Event], None]
 
 
 @dataclass(frozen=True)
@@ -77,6 +68,21 @@ class ForwardedOptions:
     @property
     def for_durable_reader(self) -> dict[str, Any]:
         return {**self.reader, **self.storage}
+
+
+@dataclass(frozen=True)
+class RunContext:
+    nodes: Nodes
+    fast: FastTier | None
+    durable: DurableTier
+    keep: Keep | KeepRule | None
+    fast_keep: int
+    copies: int  # nodes that get those of each node's files
+    check_lease: Callable[[], None]
+    emit: Callable[[Event], None]
+    group: dist.ProcessGroup | None
+    options: ForwardedOptions
+    on_difference: OnDifference
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:

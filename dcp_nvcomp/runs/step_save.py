@@ -18,6 +18,7 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
 from dcp_nvcomp.runs.own_files import REMOVING
+from dcp_nvcomp.runs.steps import SavedStep
 from dcp_nvcomp.runs.tiers.fast import TO_UPLOAD
 from dcp_nvcomp.saving.commit import FinishedSave, WrittenSave, commit_checkpoint, data_files, to_publish
 from dcp_nvcomp.saving.stats import SaveStats
@@ -113,18 +114,6 @@ class StepSave:
         return StepFailed(self.step, self.tiers, f"{type(error).__name__}: {error}")
 
 
-class RunTime:
-    def __init__(self, seconds: float | None) -> None:
-        self.go_on_from(seconds)
-
-    def go_on_from(self, seconds: float | None) -> None:
-        self._before_seconds, self._start_seconds = seconds or 0.0, time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return self._before_seconds + time.monotonic() - self._start_seconds
-
-
 def check_metrics(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
     found = {}
     for name, value in (metrics or {}).items():
@@ -186,15 +175,25 @@ class NodePublisher(StepPublisher):
         self.written = WrittenSave(data, save.save_id, data_files(save.metadata), ())
 
 
-class NewestStep:
-    """The newest step of a run, as its manager knows it: steps only grow, so that a save pushes nothing out."""
+class RunProgress:
+    """How far a run is, as its manager counts it. Steps only grow, so that a save pushes nothing out."""
 
-    def __init__(self, step: int | None) -> None:
-        self.step = step
+    def __init__(self, newest: SavedStep | None, lease: int) -> None:
+        self.step = None if newest is None else newest.step
         self._is_unseen = True  # until a restore or a save
+        self._saves, self._lease = 0, lease
+        self.go_on_from(None if newest is None else newest.run_seconds)
+
+    def go_on_from(self, seconds: float | None) -> None:
+        self._before_seconds, self._start_seconds = seconds or 0.0, time.monotonic()
 
     def is_now(self, step: int | None) -> None:
         self.step, self._is_unseen = step, False
+
+    def new_save(self, step: int, metrics: Mapping[str, float]) -> StepSave:
+        self._saves += 1
+        seconds = self._before_seconds + time.monotonic() - self._start_seconds
+        return StepSave(step, self._saves, metrics, {RUN_SECONDS: round(seconds, 6), LEASE: self._lease})
 
     def refuse_older(self, step: int) -> None:
         """Raise if a step would be pushed out by what the run has; one that was saved or restored may be replaced."""

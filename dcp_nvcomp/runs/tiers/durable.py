@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -16,6 +17,7 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
 from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.own_files import ID_NAME, REMOVING, is_pinned, pinned_steps, read_abandoned, run_id
 from dcp_nvcomp.runs.steps import (
     Keep,
@@ -58,7 +60,7 @@ class DurableTier:
         self.names = names
         self._storage_options = dict(storage_options or {})
         self._lock = threading.Lock()  # held while one step is removed
-        self._busy: dict[int, int] = {}
+        self._busy: Counter[int] = Counter()
         self._seen: Seen | None = None  # until the first list
         self._written_seen = b""
 
@@ -73,6 +75,18 @@ class DurableTier:
 
     def _open(self, path: str) -> Filesystem:
         return open_filesystem(path, storage_options=self._storage_options)
+
+    def take(self, *, run_id: str | None, lease_seconds: float, take_over: bool) -> tuple[Lease, str, RunSteps]:
+        """Take the run, and finish what an earlier manager left unfinished; return its id, and the steps there."""
+        self.refuse_checkpoint()
+        lease = Lease.take(self.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
+        try:
+            run, found = self.run(), self.list()
+            self.remove(dict.fromkeys(found.removing, BEGUN))
+        except BaseException:
+            lease.release()
+            raise
+        return lease, run, found
 
     def run(self) -> str:
         """Return the id of the run: drawn by its first manager, and kept beside its steps; who asks has the lease."""
@@ -136,13 +150,11 @@ class DurableTier:
     def hold(self, step: int) -> None:
         """Keep a step from being removed until `let_go`."""
         with self._lock:
-            self._busy[step] = self._busy.get(step, 0) + 1
+            self._busy[step] += 1
 
     def let_go(self, step: int) -> None:
         with self._lock:
             self._busy[step] -= 1
-            if not self._busy[step]:
-                del self._busy[step]
 
     def decide(self, rule: Keep | KeepRule | None, found: RunSteps) -> Doomed:
         """Return what a rule keeps of the steps just listed, and what not; opens the newest before others go."""
@@ -188,7 +200,7 @@ class DurableTier:
 
         for step, reason in sorted(why.items()):
             with self._lock:
-                if step in self._busy:
+                if self._busy[step]:
                     continue
                 try:
                     with contextlib.closing(self.open(step)) as filesystem:

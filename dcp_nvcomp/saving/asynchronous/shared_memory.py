@@ -12,8 +12,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,8 +28,8 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 class SharedSegment:
-    def __init__(self, nbytes: int, number: int, descriptor: int | None = None) -> None:
-        self.nbytes, self.number = nbytes, number
+    def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
+        self.nbytes = nbytes
         self.there_nbytes = 0  # from the start: a store to memory that is not there may end the process
         if descriptor is None:
             descriptor = os.memfd_create("dcp_nvcomp", os.MFD_CLOEXEC)
@@ -103,7 +102,6 @@ class SharedSegments:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: Iterator[int] = count()
         self._free: list[SharedSegment] = []
         self._made: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
 
@@ -122,8 +120,7 @@ class SharedSegments:
                 self._free.remove(segment)
                 return segment
             self._free.clear()
-            number = next(self._numbers)
-        segment = SharedSegment(wanted, number)
+        segment = SharedSegment(wanted)
         with self._lock:
             self._made.add(segment)
         return segment
