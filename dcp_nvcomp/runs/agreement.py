@@ -25,10 +25,12 @@ import torch.distributed as dist
 from dcp_nvcomp.calls.process_groups import give_back, own_groups
 from dcp_nvcomp.calls.ranks import Arrival, Call, expect_same, limit_of, together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError, RanksDifferError, RunInUseError
-from dcp_nvcomp.runs.lease import Lease
+from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.runs.tiers.durable import DurableTier
 
 T = TypeVar("T")
 
+LARGEST_STEP: Final = 1 << 63  # ranks tell each other numbers of 64 bits
 _MOMENT = timedelta(seconds=1)
 
 
@@ -285,6 +287,11 @@ class Failures:
         raise own[-1]
 
 
+def number_of(step: object) -> int:
+    """Return a step as other ranks are told it; -1 for none, or what is no step."""
+    return step if isinstance(step, int) and 0 <= step < LARGEST_STEP else -1
+
+
 class RunCall(NamedTuple):
     name: str  # of the method
     step: int = -1  # that it is called with; -1 for none
@@ -304,10 +311,8 @@ class RunCall(NamedTuple):
 
 
 class Agreement:
-    def __init__(
-        self, ranks: Ranks, signals: SignalWatch, failures: Failures, lease: Callable[[], Lease | None], path: str
-    ) -> None:
-        self._ranks, self._signals, self._failures, self._lease, self._path = ranks, signals, failures, lease, path
+    def __init__(self, ranks: Ranks, signals: SignalWatch, failures: Failures, durable: DurableTier) -> None:
+        self._ranks, self._signals, self._failures, self._durable = ranks, signals, failures, durable
         self._pending: Row | None = None
         self.is_preempted = False
         self.lost = 0  # the latest save that the fast tier of any rank lost on its way to the durable one
@@ -354,7 +359,7 @@ class Agreement:
         return [max(values) for values in list(zip(*rows, strict=True))[width:]]
 
     def _known(self) -> list[int]:
-        lease = self._lease()
+        lease = self._durable.lease
         is_lost = lease is not None and lease.is_lost
         return [int(self._signals.was_told), int(is_lost), self._failures.newest, self._failures.lost]
 
@@ -362,8 +367,7 @@ class Agreement:
         told, has_lost_lease, failed, self.lost = agreed[:_KNOWN]
         self.is_preempted = self.is_preempted or bool(told)
         if has_lost_lease:
-            lease = self._lease()
-            if lease is not None:
-                lease.check()
-            raise RunInUseError("Another manager has taken this run over.", path=self._path)
+            self._durable.check_lease()
+            path = without_secrets(self._durable.root)
+            raise RunInUseError("Another manager has taken this run over.", path=path)
         self._failures.raise_up_to(failed)

@@ -78,11 +78,14 @@ class RunContext:
     keep: Keep | KeepRule | None
     fast_keep: int
     copies: int  # nodes that get those of each node's files
-    check_lease: Callable[[], None]
+    every: int
     emit: Callable[[Event], None]
     group: dist.ProcessGroup | None
     options: ForwardedOptions
     on_difference: OnDifference
+
+    def is_due(self, step: int) -> bool:
+        return is_multiple(step, self.every)
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
@@ -91,13 +94,20 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
     return value
 
 
-def check_tiers(fast: Any, fast_every: Any, copies: Any) -> None:
+def check_tiers(every: Any, fast: Any, fast_every: Any, fast_keep: Any, copies: Any) -> None:
+    """Raise ConfigurationError if options can't work, or those of the fast tier contradict each other."""
+    check_count("every", every)
+    check_count("fast_keep", fast_keep)
+    if fast_every is not None:
+        check_count("fast_every", fast_every)
     if copies != REPLICAS:
         check_count("copies", copies, least=0)
     if fast is None and (fast_every is not None or copies):
         raise ConfigurationError("fast_every= and copies= are of the fast tier: name its directory with fast=.")
-    if fast is not None:
-        check_count("fast_every", 1 if fast_every is None else fast_every)
+
+
+def is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step > 0 and step % every == 0
 
 
 def job_id() -> str | None:

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.calls.values import check_state_dict, try_values_of
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.summary import LEASE, REPLICA, RUN_SECONDS, Summary
 from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.options import check_flag
 from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.runs.agreement import LARGEST_STEP
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
+from dcp_nvcomp.runs.options import check_count
 from dcp_nvcomp.runs.own_files import REMOVING
 from dcp_nvcomp.runs.steps import SavedStep
 from dcp_nvcomp.runs.tiers.fast import TO_UPLOAD
@@ -110,6 +114,12 @@ class StepSave:
             self.metrics,
         )
 
+    def skipped(self, reason: str) -> StepSkipped:
+        event = StepSkipped(self.step, reason)
+        self.staged.set_result(None)
+        self.saved.set_result(event)
+        return event
+
     def failed(self, error: BaseException) -> StepFailed:
         return StepFailed(self.step, self.tiers, f"{type(error).__name__}: {error}")
 
@@ -194,6 +204,22 @@ class RunProgress:
         self._saves += 1
         seconds = self._before_seconds + time.monotonic() - self._start_seconds
         return StepSave(step, self._saves, metrics, {RUN_SECONDS: round(seconds, 6), LEASE: self._lease})
+
+    def checked(
+        self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None, durable: bool
+    ) -> tuple[dict[str, Any], dict[str, float], CheckpointError | None]:
+        """Return the values of a state and the metrics; or why there are none, for which no rank must wait."""
+        try:
+            if check_count("step", step, least=0) >= LARGEST_STEP:
+                raise ConfigurationError(f"step={step} is larger than any step that ranks can agree on, 2**63 - 1.")
+            check_flag("durable", durable)
+            self.refuse_older(step)
+            check_state_dict("save", state)
+            known_metrics = check_metrics(step, metrics)
+        except CheckpointError as error:
+            return {}, {}, error
+        values, failure = try_values_of(state)
+        return values, known_metrics, failure
 
     def refuse_older(self, step: int) -> None:
         """Raise if a step would be pushed out by what the run has; one that was saved or restored may be replaced."""

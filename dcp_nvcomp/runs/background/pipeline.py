@@ -106,7 +106,7 @@ class Pipeline:
         if self._fast is not None:
             self._tell_of_lack_of_room(save)
         writer = self._run.options.durable_writer(self._durable.path_of(save.step))
-        writer.published_by(StepPublisher(save.step, save.metrics, self._run.check_lease, save.more))
+        writer.published_by(StepPublisher(save.step, save.metrics, self._durable.check_lease, save.more))
         with self._durable.held(save.step):
             saving = self._begin(save, values, writer, self._run.group)
             self._on_their_way.add(save.step)

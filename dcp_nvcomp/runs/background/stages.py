@@ -144,7 +144,7 @@ class FastStage:
 class DurableStage:
     def __init__(self, ranks: Ranks, run: RunContext, there: RunSteps) -> None:
         self._ranks, self._durable, self._fast, self._rule = ranks, run.durable, run.fast, run.keep
-        self._check_lease, self._emit = run.check_lease, run.emit
+        self._emit = run.emit
         self._rule_to_check = run.keep  # until something goes
         self._complete = {saved.step for saved in there.complete}
         self._abandoned = {saved.step for saved in there.abandoned}
@@ -168,7 +168,7 @@ class DurableStage:
         return upload_files(self._fast.open(step), self._durable.open(step), own, written.files) if own else 0
 
     def _commit(self, step: int, written: WrittenSave) -> None:
-        self._check_lease()
+        self._durable.check_lease()
         filesystem = self._durable.open(step)
         filesystem.remove([REMOVING])
         commit_files(filesystem, written, LastPublished(), overwrite=True)
@@ -183,7 +183,7 @@ class DurableStage:
         if not self._ranks.is_first:
             return
         try:
-            self._check_lease()
+            self._durable.check_lease()
             if self._rule is None:  # nothing can go, so nothing has to be listed
                 self._write_kept()
             else:

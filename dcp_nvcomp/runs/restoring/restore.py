@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class _Attempt:
 class Restoring:
     def __init__(self, ranks: Ranks, run: RunContext, pipeline: Pipeline, progress: RunProgress) -> None:
         self._ranks, self._pipeline, self._group, self._progress = ranks, pipeline, run.group, progress
-        self._nodes, self._fast, self._durable = run.nodes, run.fast, run.durable
+        self._run, self._nodes, self._fast, self._durable = run, run.nodes, run.fast, run.durable
         self._reader_options = run.options.for_durable_reader
         self._to_abandon: Abandoned | None = None
         self._damaged: frozenset[int] = frozenset()
@@ -70,7 +70,6 @@ class Restoring:
         step: int | None,
         *,
         fallback: bool,
-        is_due: Callable[[int], bool],
     ) -> StepRestored | None:
         self._pipeline.wait()  # what is being saved may be what is to be loaded, and nothing is removed meanwhile
         found = self._candidates()
@@ -93,7 +92,7 @@ class Restoring:
         self._plan_to_abandon(event, found)
         ours = [one for one in found if not one.is_abandoned and one.step < event.step]
         ours = [restored, *ours] if not restored.is_abandoned else ours  # without the copies that are damaged
-        self._go_on_with_uploads(ours, is_due)
+        self._go_on_with_uploads(ours)
         return event
 
     def _newest(
@@ -224,7 +223,7 @@ class Restoring:
             self._pipeline.go_back(abandoned)
             self._to_abandon = None  # only now: if writing it failed, the next save does it
 
-    def _go_on_with_uploads(self, found: Sequence[Candidate], is_due: Callable[[int], bool]) -> None:
+    def _go_on_with_uploads(self, found: Sequence[Candidate]) -> None:
         """Upload what is complete in the fast tier and was on its way when an earlier job ended; forget the rest."""
         if self._fast is None:
             return
@@ -232,7 +231,7 @@ class Restoring:
         self._pipeline.remember_fast([one.step for one in complete])
         newest = max((one.step for one in found if one.is_safe), default=-1)
         for one in reversed(complete):
-            if one.step > newest and not one.is_safe and (one.is_due or is_due(one.step)):
+            if one.step > newest and not one.is_safe and (one.is_due or self._run.is_due(one.step)):
                 self._upload_again(one)
 
     def _upload_again(self, candidate: Candidate) -> None:

@@ -58,6 +58,7 @@ class DurableTier:
     def __init__(self, root: str, names: StepNames, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = place_of(root).rstrip("/") or "/"
         self.names = names
+        self.lease: Lease | None = None  # that a manager holds
         self._storage_options = dict(storage_options or {})
         self._lock = threading.Lock()  # held while one step is removed
         self._busy: Counter[int] = Counter()
@@ -76,7 +77,7 @@ class DurableTier:
     def _open(self, path: str) -> Filesystem:
         return open_filesystem(path, storage_options=self._storage_options)
 
-    def take(self, *, run_id: str | None, lease_seconds: float, take_over: bool) -> tuple[Lease, str, RunSteps]:
+    def take(self, *, run_id: str | None, lease_seconds: float, take_over: bool) -> tuple[str, RunSteps]:
         """Take the run, and finish what an earlier manager left unfinished; return its id, and the steps there."""
         self.refuse_checkpoint()
         lease = Lease.take(self.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
@@ -86,7 +87,19 @@ class DurableTier:
         except BaseException:
             lease.release()
             raise
-        return lease, run, found
+        self.lease = lease
+        return run, found
+
+    def check_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.check()
+
+    def release(self) -> None:
+        if self.lease is not None:
+            try:
+                self.lease.release()
+            except CheckpointError as error:
+                logger.warning("The lease of the run could not be given back, and will run out: %s", error)
 
     def run(self) -> str:
         """Return the id of the run: drawn by its first manager, and kept beside its steps; who asks has the lease."""
