@@ -1,15 +1,20 @@
-"""What to say of a key that is not there, or of an option that nothing takes: what may have been meant instead."""
+"""What to say of a key that is not there, or of an option or storage that a call does not take: what may be meant."""
 
 from __future__ import annotations
 
 import difflib
 import heapq
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeVar, cast
+
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from dcp_nvcomp.errors import ConfigurationError
+
+S = TypeVar("S")
 
 # A key is near if as much of it is alike, of 1.
 _LIKENESS = 0.6
@@ -250,6 +255,32 @@ def refuse_path(options: Collection[str], call: Collection[str]) -> None:
     for option in _PATHS:
         if option in options:
             raise unknown_option(option, call=call)
+
+
+def storage_of(
+    call: str,
+    kind: type[S],
+    given: S | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    options: Mapping[str, Any],
+    known_options: Collection[str],
+) -> S:
+    """Return the storage writer or reader that was given, or one made from the options."""
+    role = "writer" if issubclass(kind, StorageWriter) else "reader"
+    if given is None:
+        refuse_path(options, known_options)
+        if checkpoint_id is None:
+            raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_{role}.")
+        made: S = cast(Any, kind)(checkpoint_id, **options)
+        return made
+    if not isinstance(given, kind):
+        is_other = isinstance(given, StorageReader if role == "writer" else StorageWriter)
+        does = "loading" if role == "writer" else "saving"
+        advice = f"it is for {does}" if is_other else f"use dcp.{call} with other {role}s"
+        raise ConfigurationError(f"{call} needs an {kind.__name__}, not a {type(given).__name__}: {advice}.")
+    if options:
+        raise ConfigurationError(f"Give {', '.join(sorted(options))} to the {role}: there is a storage_{role}.")
+    return given
 
 
 def advice_for(option: str, call: Collection[str]) -> str | None:

@@ -13,13 +13,12 @@ import copy
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 
@@ -156,6 +155,17 @@ def _state_dict_of(value: Any) -> Any:
         raise CheckpointError(f"state_dict() raised {type(error).__name__}: {error}") from error
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is no dict, list or tuple in nested containers."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        yield value
+        return
+    for one in value:
+        yield from leaves(one)
+
+
 def has_stateful(value: Any) -> bool:
     """Return True if there is a Stateful value below dicts and lists, or this is one."""
     return _stateful_in([value]) is not None
@@ -201,17 +211,6 @@ def given_back(own: Any, loaded: Any) -> Any:
     return loaded
 
 
-def check_given_storage(call: str, given: object, wanted: type, role: str, options: Collection[str]) -> None:
-    """Refuse a storage writer or reader of another kind, and options beside one."""
-    if not isinstance(given, wanted):
-        is_other = isinstance(given, StorageReader if role == "writer" else StorageWriter)
-        does = "loading" if role == "writer" else "saving"
-        advice = f"it is for {does}" if is_other else f"use dcp.{call} with other {role}s"
-        raise ConfigurationError(f"{call} needs an {wanted.__name__}, not a {type(given).__name__}: {advice}.")
-    if options:
-        raise ConfigurationError(f"Give {', '.join(sorted(options))} to the {role}: there is a storage_{role}.")
-
-
 def is_default_planner(planner: object, kind: type) -> bool:
     """Return True if a planner is of this class of DCP's itself, without methods that were put into it."""
     return type(planner) is kind and not any(map(callable, vars(planner).values()))
@@ -227,8 +226,6 @@ def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-# What torch.compile, DDP, activation checkpointing and FSDP1 put into the names of parameters.
-_WRAPPERS: Final = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _SCALAR_KEYS: Final = (bool, int, float, bytes, type(None))
 _MAX_DEPTH: Final = 16
 
@@ -361,13 +358,6 @@ def fqn_of(path: Sequence[object]) -> str:
 
 def _shown(path: Path) -> str:
     return "".join(f"[{part.value if isinstance(part, Key) else part!r}]" for part in path)
-
-
-def canonical_name(fqn: str) -> str:
-    """Return a name without what wrappers of modules put into it."""
-    if "_" not in fqn and "module" not in fqn:
-        return fqn
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def nested(paths: Mapping[str, Path], values: Mapping[str, Any]) -> Any:

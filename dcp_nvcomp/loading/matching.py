@@ -24,7 +24,6 @@ from dcp_nvcomp.calls.values import (
     Key,
     Path,
     Vacant,
-    canonical_name,
     check_given,
     flatten,
     flatten_as_2_3,
@@ -37,6 +36,8 @@ from dcp_nvcomp.calls.values import (
 from dcp_nvcomp.errors import CheckpointError, MissingKeyError
 from dcp_nvcomp.format.metadata.paths import SavedEntry, has_keys, paths_of
 
+# What torch.compile, DDP, activation checkpointing and FSDP1 put into the names of parameters.
+_WRAPPERS: Final = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _EXTRA_STATE: Final = "_extra_state"
 
 _GROUPS: Final = "param_groups"
@@ -93,6 +94,13 @@ def saved_names(names: Collection[str], saved: Collection[str]) -> dict[str, str
             if fqn not in saved and len(wanted[name]) == 1 == len(there.get(name, ())):
                 found[fqn] = there[name][0]
     return found
+
+
+def canonical_name(fqn: str) -> str:
+    """Return a name without what wrappers of modules put into it."""
+    if "_" not in fqn and "module" not in fqn:
+        return fqn
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def _by_canonical_name(names: Collection[str]) -> dict[str, list[str]]:

@@ -67,12 +67,15 @@ def planner_for(
     return UnwrappingPlanner(planner, failure)
 
 
-class UnwrappingPlanner(LoadPlanner):
-    """Plans a load into what lies under one key."""
+class UnwrappingPlanner:
+    """Plans a load into what lies under one key, as another planner does."""
 
     def __init__(self, planner: LoadPlanner, failure: CheckpointError | None) -> None:
         self._planner = planner
         self.failure = failure
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -80,27 +83,6 @@ class UnwrappingPlanner(LoadPlanner):
         if self.failure is not None:
             raise self.failure
         self._planner.set_up_planner(unwrapped(state_dict), metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        return self._planner.create_local_plan()
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return self._planner.create_global_plan(global_plan)
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return self._planner.finish_plan(central_plan)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self._planner.load_bytes(read_item, value)
-
-    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        return self._planner.resolve_bytes(read_item)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self._planner.resolve_tensor(read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self._planner.commit_tensor(read_item, tensor)
 
 
 class _WholeTensorPlanner(DefaultLoadPlanner):
@@ -282,7 +264,7 @@ def _is_below_empty(state: Mapping[str, Any], path: Path) -> bool:
     return False
 
 
-def with_own_keys(planner: LoadPlanner) -> LoadPlanner:
+def with_own_keys(planner: LoadPlanner) -> Any:
     """Return a planner that knows the destination's keys; the given one, unless it is DCP's and some are not text."""
     if not is_default_planner(planner, DefaultLoadPlanner):
         return planner
@@ -297,16 +279,18 @@ def with_own_keys(planner: LoadPlanner) -> LoadPlanner:
     return _OwnKeys(planner, odd) if odd else planner
 
 
-class _OwnKeys(UnwrappingPlanner):
+class _OwnKeys:
     """DCP's planner for all but objects under such keys."""
 
     def __init__(self, planner: DefaultLoadPlanner, paths: dict[str, Path]) -> None:
-        super().__init__(planner, None)
-        self._state_dict, self._paths = planner.original_state_dict, paths
+        self._planner, self._paths = planner, paths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self._paths.get(read_item.dest_index.fqn)
         if path is None:
-            super().load_bytes(read_item, value)
+            self._planner.load_bytes(read_item, value)
         else:
-            replace_at(self._state_dict, path, torch.load(value, weights_only=False))
+            replace_at(self._planner.original_state_dict, path, torch.load(value, weights_only=False))

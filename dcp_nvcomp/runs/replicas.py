@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.calls.process_groups import give_back, offer_of, take
 from dcp_nvcomp.calls.ranks import global_ranks, limit_of
+from dcp_nvcomp.calls.values import leaves
 from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.data_file import find_data_file, read_footer
@@ -162,13 +163,9 @@ def whole_sets(values: Iterable[Any], ranks: Sequence[int]) -> frozenset[RankSet
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[DTensor]:
-    for value in values:
+    for value in leaves(list(values)):
         if isinstance(value, DTensor):
             yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
         elif hasattr(value, "local_shards"):
             raise ConfigurationError(
                 'copies="replicas" goes by the placements of DTensors, and this state has a '

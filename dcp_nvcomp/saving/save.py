@@ -20,17 +20,16 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, together
-from dcp_nvcomp.calls.suggestions import refuse_path
-from dcp_nvcomp.calls.values import check_given_storage, is_default_planner, try_check, try_values_of, wrapped
+from dcp_nvcomp.calls.ranks import Call, dcp_errors, group_of
+from dcp_nvcomp.calls.suggestions import storage_of
+from dcp_nvcomp.calls.values import is_default_planner, leaves, try_check, try_values_of, wrapped
 from dcp_nvcomp.codecs.choose import needs_gpu
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError, EarlierSaveError, RanksDifferError
+from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
 from dcp_nvcomp.options import check_choice, option_names
 from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
 from dcp_nvcomp.saving.asynchronous.staging import CopiedWrite, Staging
@@ -92,7 +91,8 @@ def save(
         ['w']
     """
     check_choice("on_difference", on_difference, OnDifference)
-    writer = writer_for("save", storage_writer, checkpoint_id, writer_options)
+    known = option_names(NvcompWriter)
+    writer = storage_of("save", NvcompWriter, storage_writer, checkpoint_id, writer_options, known)
     group = group_of(process_group, no_dist=no_dist)
     refusal = try_check("save", state_dict, alone=group is None)
     values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
@@ -104,18 +104,6 @@ def save(
 
 
 _PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")
-
-
-def writer_for(
-    call: str, writer: NvcompWriter | None, checkpoint_id: str | os.PathLike[str] | None, options: Mapping[str, Any]
-) -> NvcompWriter:
-    if writer is not None:
-        check_given_storage(call, writer, NvcompWriter, "writer", options)
-        return writer
-    refuse_path(options, option_names(NvcompWriter))
-    if checkpoint_id is None:
-        raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_writer.")
-    return NvcompWriter(checkpoint_id, **options)
 
 
 def planner_for(
@@ -153,21 +141,15 @@ def run_save(
     planner: KeepingPlanner,
     group: dist.ProcessGroup | None,
 ) -> Metadata:
-    failed: BaseException | None = None
-    try:
-        with together(group):
-            metadata: Metadata = dcp_save(
-                wrapped(values),
-                checkpoint_id=checkpoint_id,
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:  # of any ranks, the same on all of them
-        failed = error_of_ranks(error, group)
-    if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
-        raise failed
+    with dcp_errors(group):
+        metadata: Metadata = dcp_save(
+            wrapped(values),
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
     return metadata.plain() if isinstance(metadata, PlannedMetadata) else metadata
 
 
@@ -250,7 +232,8 @@ def async_save(
     """
     check_choice("wait", wait, _Wait)
     check_choice("on_difference", on_difference, OnDifference)
-    writer = writer_for("async_save", storage_writer, checkpoint_id, writer_options)
+    known = option_names(NvcompWriter)
+    writer = storage_of("async_save", NvcompWriter, storage_writer, checkpoint_id, writer_options, known)
     process_group = group_of(process_group, no_dist=no_dist)
     refusal = try_check("async_save", state_dict, alone=process_group is None)
     # if it failed, begin all the same, as the other ranks do
@@ -354,7 +337,9 @@ class CallersStreams:
         if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
         self._current = torch.cuda.current_device()
-        for device in _cuda_devices(state_dict) | {torch.device("cuda", self._current)}:
+        tensors = (value for value in leaves(state_dict) if isinstance(value, torch.Tensor))
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        for device in devices | {torch.device("cuda", self._current)}:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._events[device] = event
@@ -372,16 +357,3 @@ class CallersStreams:
             if self._current is not None:  # the last stream's device became the current one
                 stack.enter_context(torch.cuda.device(self._current))
             yield
-
-
-def _cuda_devices(value: Any) -> set[torch.device]:
-    if isinstance(value, torch.Tensor):
-        return {value.device} if value.device.type == "cuda" else set()
-    found: set[torch.device] = set()
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple):
-        return found
-    for one in value:
-        found |= _cuda_devices(one)
-    return found

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
+from dcp_nvcomp.calls.values import leaves
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.runs.agreement import Failures, Ranks
 from dcp_nvcomp.runs.background.stages import Background, DurableStage, FastStage, OnTheirWay
@@ -278,14 +279,5 @@ def _unexpected(error: BaseException) -> None:
 
 
 def state_nbytes(values: Mapping[str, Any]) -> int:
-    found, waiting = 0, list(values.values())
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, list | tuple):
-            waiting += value
-        elif isinstance(value, torch.Tensor):
-            local = value.to_local() if isinstance(value, DTensor) else value
-            found += local.numel() * local.element_size()
-    return found
+    tensors = (value for value in leaves(values) if isinstance(value, torch.Tensor))
+    return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
