@@ -4,7 +4,7 @@
 
 A `CodecChain` describes all of it and is what a footer names, as in Zarr v3: a list of `{"name", "configuration"}`. The
 engines (engines/) run chains; `layout_block` decides where each piece of a block lies, and what is compiled for a
-whole chain (planes_literals.py) follows it. They make and take `EncodedBlock`s, which may outlive the tensor.
+whole chain (registry.py) follows it. They make and take `EncodedBlock`s, which may outlive the tensor.
 
 Codecs carry their behaviour: the format and a save or load know these classes only, never a particular codec, and the
 engines need no more. registry.py lists the codecs there are. `integer`, `text` and `slice_nbytes` check what a footer

@@ -33,7 +33,6 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.commit import LastPublished, Orphans
 from dcp_nvcomp.saving.data_files import PlannedFile, WrittenFile, plan_files, planned_nbytes
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
-from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.tasks import BufferMemory, JobMemory
 from dcp_nvcomp.saving.job import Patience, SaveJob
 from dcp_nvcomp.saving.plans.kept_plans import PlacedItems, PlannedMetadata
@@ -110,6 +109,11 @@ class RankSave:
     def nbytes(self) -> int:
         return sum(map(planned_nbytes, self.items))
 
+    @property
+    def identity(self) -> FileIdentity:
+        """Return what each of its data files says of itself."""
+        return FileIdentity(self.save_id, self.save_id, self.rank, {"dcp_nvcomp": VERSION, "torch": torch.__version__})
+
     def open(self) -> contextlib.closing[Filesystem]:
         return contextlib.closing(self.options.open(self.path))
 
@@ -151,21 +155,17 @@ class RankSave:
                     state_nbytes=self.nbytes,
                     may_use_cuda=engine.may_use_cuda(),
                 )
-            chooser = options.chooser
             job = SaveJob(
+                self,
                 filesystem,
                 lanes,
-                lambda: RecordMaker(chooser, engine, remembered, pack=options.single_file_per_rank),
                 resolve,
-                thread_count=options.thread_count,
-                policy=engine.policy(options.device_memory_budget, check_encodes=options.check_encodes == "all"),
-                patience=patience,
-                identity=FileIdentity(
-                    self.save_id, self.save_id, self.rank, {"dcp_nvcomp": VERSION, "torch": torch.__version__}
-                ),
-                progress=progress,
+                engine=engine,
+                remembered=remembered,
                 memory=memory,
+                progress=progress,
                 on_staged=on_staged,
+                patience=patience,
             )
             return job.run(), job.totals
 
