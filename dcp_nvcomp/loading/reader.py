@@ -7,7 +7,6 @@ import logging
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_nvcomp.calls.progress import ProgressBar
+from dcp_nvcomp.calls.progress import ProgressBar, report_to
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, ConfigurationError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
@@ -307,12 +306,7 @@ class NvcompReader(StorageReader):
         self.last_load = stats
         if self._rank == 0:
             logger.info("%s", stats)
-        if self.on_load is not None:
-            try:
-                self.on_load(stats)
-            except Exception as error:
-                message = f"The checkpoint is loaded, but on_load raised {type(error).__name__}: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        report_to(self.on_load, stats, done="loaded", name="on_load")
 
     def _raise_if_replaced(self, filesystem: Filesystem, error: CheckpointError) -> None:
         """Raise a clearer error if a data file is missing because another save has replaced the checkpoint."""

@@ -18,8 +18,8 @@ from dcp_nvcomp.options import check_choice, check_flag, check_path, check_secon
 from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch, number_of, ranks_of_run
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, EventEmitter, RunReport, StepDelayed, StepRestored, StepSkipped
-from dcp_nvcomp.runs.options import ForwardedOptions, RunContext, check_tiers, is_multiple, job_id
-from dcp_nvcomp.runs.replicas import replicas_for
+from dcp_nvcomp.runs.options import REPLICAS, ForwardedOptions, RunContext, check_tiers, is_multiple, job_id
+from dcp_nvcomp.runs.replicas import Replicas
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.runs.step_save import RunProgress, StepSave
 from dcp_nvcomp.runs.steps import Best, Keep, KeepRule, RunSteps, SavedStep, StepNames
@@ -148,7 +148,7 @@ class CheckpointManager:
         self._events = EventEmitter(on_event, logs=self._ranks.is_first)
         sent = 0 if isinstance(copies, str) else copies
         nodes = nodes_of_run(self._ranks, node, domain, sent)
-        self._replicas = replicas_for(copies, self._ranks, nodes, self._group)
+        self._replicas = Replicas(self._ranks, nodes, self._group) if copies == REPLICAS else None
         self._failures = Failures()
         self._has_last_save, self._is_closed, self._made_up_for = False, False, 0
         try:

@@ -29,7 +29,6 @@ from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.names import data_file_rank
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, Record
 from dcp_nvcomp.runs.agreement import Ranks
-from dcp_nvcomp.runs.options import REPLICAS
 from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.saving.save import end_sequence
@@ -58,7 +57,9 @@ class _Offer:
 class Replicas:
     """Arranges the ranks of a run in replicas, by what they save. All ranks call the same methods."""
 
-    def __init__(self, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup) -> None:
+    def __init__(self, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup | None) -> None:
+        if group is None:
+            raise ConfigurationError('copies="replicas" needs a process group: there are no replicas in one process.')
         self._ranks, self._nodes = ranks, nodes
         self._global_ranks, self._limit = global_ranks(group), limit_of(group)
         self._layouts: list[Any] | None = None
@@ -132,15 +133,6 @@ class Replicas:
         if group is not None:
             end_sequence(group)
             give_back([group])
-
-
-def replicas_for(copies: int | str, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup | None) -> Replicas | None:
-    """Return what arranges replicas; None if copies are sent."""
-    if copies != REPLICAS:
-        return None
-    if group is None:
-        raise ConfigurationError(f"copies={copies!r} needs a process group: there are no replicas in one process.")
-    return Replicas(ranks, nodes, group)
 
 
 def _paths(values: Mapping[str, Any]) -> dict[Path, bool]:

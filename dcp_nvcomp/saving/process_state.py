@@ -29,7 +29,7 @@ from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlans
 
 
-class Kept:
+class ProcessState:
     def __init__(self) -> None:
         self.plans = KeptPlans()
         self.choices = RememberedChoices()
@@ -85,27 +85,27 @@ class Kept:
             self._background.abandon()
 
 
-_kept = Kept()
+_kept = ProcessState()
 # What a forked child got from its parent. Kept for good: the destructor of a process group waits for threads that the
 # child does not have.
-_of_parents: list[Kept] = []
+_of_parents: list[ProcessState] = []
 
 
-def process_state() -> Kept:
+def process_state() -> ProcessState:
     return _kept
 
 
 def forget_all() -> None:
     """Keep nothing, as a new process does; saves that are under way go on."""
     global _kept
-    before, _kept = _kept, Kept()
+    before, _kept = _kept, ProcessState()
     before.free()
 
 
 def _begin_again() -> None:
     """In a forked child: it has none of the threads of the saves, one of which may hold a lock, nor what they share."""
     global _kept
-    before, _kept = _kept, Kept()
+    before, _kept = _kept, ProcessState()
     before.abandon()
     _of_parents.append(before)
 
