@@ -50,7 +50,6 @@ class Offer:
 
 
 def own_groups(group: dist.ProcessGroup, call: Call, count: int) -> list[dist.ProcessGroup]:
-    """Return groups of our own of the ranks of a group, which all make the same call."""
     ranks = global_ranks(group)
     return take(ranks, count, meet(group, call, offer_of(ranks)), limit_of(group))
 

@@ -141,7 +141,6 @@ class Call:
 
     @staticmethod
     def of(name: str, place: str, **terms: Any) -> Call:
-        """Return a call that is about a path or URL, the same on all ranks, which is shown without its secrets."""
         subject = repr(without_secrets(place))
         return Call(name, subject, {"path": subject, **{term: repr(value) for term, value in terms.items()}})
 

@@ -24,7 +24,6 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def missing_key(wanted: str, there: Collection[str], *, nests: bool = True) -> str:
-    """Return a sentence that says that a key is missing, and what is there instead."""
     longer = sorted(key for key in there if key.endswith(f".{wanted}"))
     if longer and nests:
         prefix = longer[0].removesuffix(wanted)
@@ -54,7 +53,6 @@ def missing_below_prefix(name: str, prefix: str, names: Collection[str], there: 
 
 
 def missing_prefix(prefix: str, there: Collection[str]) -> str:
-    """Return what to say if no key begins with a prefix."""
     prefixes = {key[: dot.end()] for key in there for dot in re.finditer(r"\.", key)}
     # where the prefix is part of a longer one, that is what was meant
     longer = sorted(one for one in prefixes if one.endswith(f".{prefix}"))

@@ -167,7 +167,6 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def has_stateful(value: Any) -> bool:
-    """Return True if there is a Stateful value below dicts and lists, or this is one."""
     return _stateful_in([value]) is not None
 
 
@@ -188,7 +187,6 @@ def check_given(own: Any, loaded: Any, fqn: str = "") -> None:
 
 
 def give(own: Any, loaded: Any) -> None:
-    """Give a Stateful value what was loaded, or what a whole object has that was loaded."""
     own.load_state_dict(loaded.state_dict() if is_stateful(loaded) else loaded)
 
 
@@ -217,7 +215,6 @@ def is_default_planner(planner: object, kind: type) -> bool:
 
 
 def wrapped(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with one value, to be given to DCP with a planner that knows of it."""
     return {_KEY: values}
 
 
@@ -323,7 +320,6 @@ def _has_tensors(value: Any) -> bool:
 
 
 def is_key(key: Any, depth: int = 0) -> bool:
-    """Return True if a path can have this key of a dict."""
     if isinstance(key, str):
         return type(key) is str or str(key) == key  # unlike a member of an enum that is text
     if type(key) is tuple:

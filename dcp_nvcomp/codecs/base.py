@@ -47,8 +47,6 @@ _RELEASE_GIL = 1
 
 @dataclass(frozen=True)
 class ElementType:
-    """Memory layout of the elements of one dtype."""
-
     name: str  # PyTorch's name of the dtype, without `torch.`
     nbytes: int  # bytes of one element
     float_nbytes: int = 0  # bytes of each float in it; 0 if it has no float of two bytes or more to split
@@ -124,7 +122,6 @@ def slice_nbytes(configuration: dict[str, Any], codec: str) -> int:
 
 
 def padded(nbytes: int) -> int:
-    """Return `nbytes` rounded up to the alignment of slices and planes in a block."""
     return (nbytes + ALIGNMENT_NBYTES - 1) // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
 
@@ -158,8 +155,6 @@ class BlockRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """One encoded block."""
-
     data: memoryview  # its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into
     row: BlockRow  # its rows of the footer's tables
     uncompressed_nbytes: int
@@ -320,7 +315,6 @@ class CodecChain:
 
 
 def layout_block(chain: CodecChain, nbytes: int, flags: int) -> tuple[Piece, ...]:
-    """Return the pieces of a block, in the order in which they are stored."""
     pieces: list[Piece] = []
     planes: Sequence[Plane] = chain.array_to_bytes.layout(nbytes, flags, chain.coder is not None)
     for index, plane in enumerate(planes):

@@ -56,8 +56,6 @@ TINY_NBYTES = 256
 
 
 class Look(NamedTuple):
-    """What a few elements look like."""
-
     coded: float  # coded size over size of their exponents, as literals; of their bytes where they are not split
     commonest: float  # how many of all other bytes are the commonest one; 0 where they are not split
 
@@ -153,7 +151,6 @@ class Judge:
         return sum(self._coded_nbytes(part, coder) for part in slices)
 
     def _coded_nbytes(self, data: U8, coder: Coder) -> int:
-        """Return what a slice takes in a block."""
         encode = self._encoders.get(coder)
         if encode is None:
             encode = self._encoders[coder] = coder.encoder()
@@ -161,7 +158,6 @@ class Judge:
 
 
 def _split(data: U8, width: int) -> tuple[dict[str, U8], bool]:
-    """Return the planes of some floats, the rest not packed, and whether all have the same sign."""
     codec = Planes(width, PLANE_NAMES)
     planes = {plane.name: np.empty(plane.nbytes, np.uint8) for plane in codec.layout(data.size, 0, True)}
     codec.split(data, list(planes.values()))

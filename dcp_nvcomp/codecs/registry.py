@@ -49,7 +49,6 @@ def chain_from_json(description: Any) -> CodecChain:
 
 
 def check_chain(chain: CodecChain, element: ElementType) -> None:
-    """Refuse a chain that a reader could not decode again."""
     try:
         again = chain_from_json(chain.to_json())
         fits = chain.array_to_bytes.fits(element) and again.layout(4096, 0) == chain.layout(4096, 0)
@@ -67,8 +66,6 @@ except ImportError:  # not compiled, or not for this processor
 
 
 class Outcome(NamedTuple):
-    """The result of decoding some blocks."""
-
     decoded: bool  # whether all of them were decoded
     is_foreign: bool = False  # whether one was not, as it has frames or flags that are not written here
     # what is wrong with one of them, for an error message; None if the kernel declined the block

@@ -35,8 +35,6 @@ _Pair = tuple[BlockRead, DecodeJob]
 
 
 class GpuShare:
-    """A load's part of the GPUs, for all of its threads."""
-
     def __init__(self, policy: EnginePolicy, read_nbytes: int, device: torch.device | None) -> None:
         self.read_nbytes = read_nbytes
         self.device = device
@@ -45,7 +43,6 @@ class GpuShare:
         self._policy = policy
 
     def engine(self, device: torch.device) -> AbstractContextManager[BlockEngine]:
-        """Lend an engine, after waiting for a free one."""
         return shared_pool().lend(device, self._policy)
 
 

@@ -92,7 +92,6 @@ def load_items(
 def load_stock_items(
     filesystem: Filesystem, items: Sequence[Wanted], planner: ItemPlanner, safe: SafeLoader, conversions: Conversions
 ) -> None:
-    """Load some items that FileSystemWriter or FsspecWriter wrote, plain or with the zstd extension."""
     for wanted in sorted(items, key=lambda wanted: _position(wanted.stored)):
         item, fqn = wanted.item, wanted.item.storage_index.fqn
         try:
@@ -223,7 +222,6 @@ def _unzstd(data: memoryview, output: io.BytesIO, limit_nbytes: int) -> None:
 def read_part(
     filesystem: Filesystem, item: StockItem, *, sizes: tuple[int, ...], dtype: torch.dtype, region: Box
 ) -> torch.Tensor | None:
-    """Read a region of a stored tensor."""
     first, last = element_span(sizes, region)
     if item.transform_descriptors or math.prod(sizes) * dtype.itemsize < _WORTHWHILE_NBYTES:
         return None
@@ -258,7 +256,6 @@ class _Tensor(NamedTuple):
 
 
 def _start_of_elements(file: _ItemFile, sizes: tuple[int, ...], dtype: torch.dtype) -> int | None:
-    """Return where in the item the tensor's first element is; None if it is not such a tensor."""
     archive = zipfile.ZipFile(file)
     (described,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
     folder = described.filename.removesuffix("data.pkl")

@@ -51,8 +51,6 @@ class Wanted:
 
 @dataclass
 class Target:
-    """A read item with the blocks that hold it and, once resolved, its destination."""
-
     item: ReadItem
     record: Record
     holder: Record  # the record whose blocks hold it: `record` itself, or its pack
@@ -92,8 +90,6 @@ class Target:
 
 @dataclass(frozen=True)
 class BlockRead:
-    """A block to read, and the targets that need it."""
-
     number: int  # its row in the block table
     record: Record  # the record that it is part of
     box: Box  # its box in the record
@@ -104,8 +100,6 @@ class BlockRead:
 
 @dataclass(frozen=True)
 class Read:
-    """One range of a file, and the blocks to load from it."""
-
     name: str
     footer: Footer
     start: int
@@ -114,7 +108,6 @@ class Read:
 
 
 def locate(wanted_item: Wanted, footer: Footer) -> Target:
-    """Find the record of a read item, and which blocks it needs."""
     item, number = wanted_item.item, wanted_item.stored.record
     index = item.storage_index
     if not 0 <= number < len(footer.records):
@@ -228,7 +221,6 @@ class Conversions:
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:
-    """Return True for an expanded tensor."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return False
     return 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]

@@ -62,7 +62,6 @@ class Ranks:
         return values
 
     def share(self, value: T | None, source: int = 0) -> T:
-        """Return the value of one rank; those of the others do not count."""
         if self._group is not None:
             values: list[Any] = [value]
             with self._after_all_came():
@@ -159,7 +158,6 @@ class Row:
 
     @property
     def is_over(self) -> bool:
-        """True once all ranks have told theirs; waits a moment for those that are about to."""
         if self._work is None:
             return True
         try:
@@ -198,8 +196,6 @@ _OWN: Final = 4  # numbers of a call, at most
 
 
 class SignalWatch:
-    """Watches for signals; the handlers that were there before come back at the end."""
-
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self.was_told = False
         self._pid = os.getpid()
@@ -260,18 +256,15 @@ class Failures:
 
     @property
     def lost(self) -> int:
-        """The latest save that the fast tier lost; 0 if there is none."""
         return self._lost[0]
 
     def raise_lost(self, made_up_for: int) -> None:
-        """Raise why a save was lost, if no later one made up for it."""
         number, error = self._lost
         if number > made_up_for and error is not None:
             raise error
 
     @property
     def newest(self) -> int:
-        """The latest save that failed and was not raised; 0 if none did."""
         with self._lock:
             return max(self._errors, default=0)
 

@@ -86,7 +86,6 @@ def pin(own: Filesystem, at: Filesystem, step: int, find_problem: Callable[[], s
 
 
 def unpin(own: Filesystem, step: int) -> None:
-    """Let a step go again; one that is not pinned is fine."""
     own.refuse_link()
     own.remove([_pin_name_of(step)])
 
@@ -159,7 +158,6 @@ def read_abandoned(own: Filesystem) -> Abandoned:
 
 
 def run_id(own: Filesystem, root: str, storage_options: Mapping[str, Any]) -> str:
-    """Return the id of a run, and draw one if it has none, or has that of the run it is a copy of."""
     place = without_secrets(real_place(root))
     if own.file_nbytes(ID_NAME) is None:
         with contextlib.suppress(ConcurrentSaveError):

@@ -37,8 +37,6 @@ from dcp_nvcomp.storage.base import Filesystem
 
 @dataclass(frozen=True)
 class Replica:
-    """What this rank saves together with the ranks of its replica."""
-
     all: tuple[tuple[int, ...], ...]  # the ranks of each replica
     values: dict[str, Any]  # the state, with what this replica lacked
     group: dist.ProcessGroup  # the process group of this replica

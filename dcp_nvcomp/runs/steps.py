@@ -316,12 +316,10 @@ NEWEST: Final = "newest"
 
 
 def why_not(rule: Keep | KeepRule | None) -> str:
-    """Return why a step goes that a rule does not keep."""
     return f"no rule keeps it: {rule}" if isinstance(rule, Keep) else "the rule does not keep it"
 
 
 def reasons_to_keep(rule: Keep | KeepRule | None, steps: Sequence[SavedStep]) -> dict[int, tuple[str, ...]]:
-    """Return why a rule keeps steps; the newest of all is always among them."""
     if rule is None:
         found: dict[int, tuple[str, ...]] = {step.step: ("all",) for step in steps}
     elif isinstance(rule, Keep):

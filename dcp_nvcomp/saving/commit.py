@@ -167,7 +167,6 @@ class WrittenSave:
 
 
 def commit_files(filesystem: Filesystem, save: WrittenSave, last: LastPublished, *, overwrite: bool) -> None:
-    """Publish a checkpoint whose `.metadata` is made."""
     copy = save_metadata_name(save.save_id)
     try:
         current = files_of_current(filesystem, last, seen=lambda root: _warn_of_stock(filesystem, root))

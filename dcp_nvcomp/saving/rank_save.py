@@ -111,7 +111,6 @@ class RankSave:
 
     @property
     def identity(self) -> FileIdentity:
-        """Return what each of its data files says of itself."""
         return FileIdentity(self.save_id, self.save_id, self.rank, {"dcp_nvcomp": VERSION, "torch": torch.__version__})
 
     def open(self) -> contextlib.closing[Filesystem]:
@@ -293,7 +292,6 @@ class Saves:
 
     @property
     def staging(self) -> Staging | None:
-        """How the save of this thread is staged; None if it is not an asynchronous one."""
         return getattr(self._local, "staging", None)
 
     @contextmanager
@@ -334,13 +332,11 @@ class Saves:
 
     @property
     def checkpoint_id(self) -> str:
-        """The checkpoint of the save that this thread is in, or of its next one if it is in none."""
         save = self._own
         return self._path if save is None or save.has_ended else save.path or self._path
 
     @property
     def save_id(self) -> str:
-        """The id of the save that this thread is in; else of the latest save; before the first one, of that."""
         save = self._own
         if save is None or save.has_ended:
             save = self._latest or self.announced

@@ -43,8 +43,6 @@ _Note = Callable[[int, BaseException], None]
 
 
 class Pipeline:
-    """The threads of a manager; `room` is that in the fast tier, if there is one."""
-
     def __init__(
         self, fast_ranks: Ranks, durable_ranks: Ranks, run: RunContext, there: RunSteps, failures: Failures
     ) -> None:
@@ -64,7 +62,6 @@ class Pipeline:
 
     @property
     def on_their_way(self) -> int:
-        """How many steps are not in the durable tier yet that are on their way there."""
         return len(self._on_their_way)
 
     def wait_for_uploads(self, most_waiting: int) -> None:

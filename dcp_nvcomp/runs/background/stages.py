@@ -50,8 +50,6 @@ class FastStage:
             logger.warning("The fast tier can't be listed: %s", error)
 
     def publish(self, step: int, part: WrittenPart) -> None:
-        """Put the step's `.metadata` on the nodes other than the coordinator's."""
-
         def publish_here() -> None:
             if self._nodes.is_leader and self._nodes.own != self._nodes.node_of(part.ranks[0]):
                 filesystem = self._fast.open(step)
@@ -179,7 +177,6 @@ class DurableStage:
         self._new.add(save.step)
 
     def prune(self) -> None:
-        """Remove what nothing keeps, on the first rank."""
         if not self._ranks.is_first:
             return
         try:

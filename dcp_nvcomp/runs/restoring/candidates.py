@@ -71,7 +71,6 @@ class Candidate:
 
     @property
     def is_on_nodes(self) -> bool:
-        """True if nodes hold its metadata and any of its files."""
         return bool(self.with_metadata)
 
     @property

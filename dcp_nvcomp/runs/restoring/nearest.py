@@ -64,7 +64,6 @@ class Fetch:
             self._pass_by(lost, needs)
 
     def receive(self, name: str, data: bytes, sender: str) -> None:
-        """Keep a file in this process's memory that came from a node."""
         self.received.publish(name, data)
         self._senders[name] = sender
 
@@ -159,8 +158,6 @@ class Fetch:
 
 
 class _OutOfOrder(MemoryFilesystem):
-    """A place where nothing can be written."""
-
     def __init__(self, path: str, failure: CheckpointError) -> None:
         super().__init__(path)
         self._failure = failure
@@ -230,7 +227,6 @@ class NearestReader(NvcompReader):
     nbytes: Mapping[Source, int] = MappingProxyType({})  # size of these files, by source
 
     def from_nodes(self, fetch: Fetch) -> None:
-        """Take what nodes have from them."""
         self._fetch = fetch
 
     def open_storage(self) -> Filesystem:

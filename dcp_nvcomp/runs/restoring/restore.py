@@ -98,7 +98,6 @@ class Restoring:
     def _newest(
         self, state: dict[str, Any], tried: Sequence[Candidate], *, fallback: bool
     ) -> tuple[StepRestored, Candidate]:
-        """Load the first of the candidates that can be loaded."""
         damaged: list[int] = []
         last: BaseException | None = None
         for candidate, after in zip(tried, (*tried[1:], None), strict=True):
@@ -285,7 +284,6 @@ def _is_damage(error: BaseException | None) -> bool:
 
 
 def _has_others(candidate: Candidate) -> bool:
-    """True if each file is still somewhere."""
     return candidate.has_durable or candidate.is_complete_on_nodes
 
 

@@ -185,7 +185,6 @@ class Optimizers:
         self._check(loaded)
 
     def _check(self, loaded: Mapping[str, Any]) -> None:
-        """Compare what was loaded with what is there, by name."""
         there = self.state_dict()
         found = {
             f"optimizer.{_STATE}.{fqn}.{name}"

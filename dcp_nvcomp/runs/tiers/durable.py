@@ -161,7 +161,6 @@ class DurableTier:
             self.let_go(step)
 
     def hold(self, step: int) -> None:
-        """Keep a step from being removed until `let_go`."""
         with self._lock:
             self._busy[step] += 1
 

@@ -130,7 +130,6 @@ class FastTier:
         return found
 
     def steps(self) -> list[int]:
-        """Return the steps of which anything is there, in ascending order."""
         root = open_filesystem(self.root)
         folders = {file.name.partition("/")[0] for file in root.list_below().files if "/" in file.name}
         return sorted(step for folder in folders if (step := self.names.step_of(folder)) is not None)

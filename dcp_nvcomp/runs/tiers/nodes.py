@@ -29,16 +29,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs."""
-
     node: str  # name of its node: ranks of one node see the same fast tier
     domain: str  # what fails together, such as a rack; by default the node
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Files that go from one rank to another."""
-
     source: int  # the rank that sends
     to: int  # the rank that receives
 
@@ -216,7 +212,6 @@ class _Ends:
             self._drop()
 
     def _write(self, name: str, start: int, data: np.ndarray, *, is_last: bool) -> bool:
-        """Write a piece; return True if its file is whole now."""
         if start == 0:
             self._drop()
             self._target.remove([name])

@@ -48,7 +48,6 @@ def _missing_above(path: str) -> list[str]:
 
 
 def _fault(found: os.stat_result, *, others_enter: bool = True) -> str | None:
-    """Return what is wrong with a directory of the fast tier; None if nothing is."""
     if stat.S_ISLNK(found.st_mode):
         return "is a symbolic link"
     if not stat.S_ISDIR(found.st_mode):

@@ -64,8 +64,6 @@ def _lines(path: Path) -> Iterable[str]:
 
 
 class Segment:
-    """A piece of memory that tasks of one lane fill."""
-
     __slots__ = ("in_use", "is_full", "position", "view")
 
     def __init__(self, view: memoryview) -> None:
@@ -236,14 +234,11 @@ class _LaneMemory(TaskMemory):
         self._memory.give_back(nbytes)
 
     def end(self) -> None:
-        """Give back all segments, once the threads of the save have ended."""
         while self._taken:
             self._store.give_back(self._taken.pop())
 
 
 class StagingMemory(JobMemory):
-    """The memory of one asynchronous save."""
-
     def __init__(self, stores: SegmentStores, budget_nbytes: int, *, state_nbytes: int, may_use_cuda: bool) -> None:
         self.staged_nbytes = 0
         self._stores = stores
@@ -317,7 +312,6 @@ class StagingMemory(JobMemory):
         self._may_write.wait()
 
     def begin_to_write(self) -> None:
-        """Let the write threads begin: all is encoded."""
         self._may_write.set()
 
     def close(self) -> None:

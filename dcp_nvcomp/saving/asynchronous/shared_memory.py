@@ -46,7 +46,6 @@ class SharedSegment:
             raise
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write bytes to memory that need not be there yet."""
         written = 0
         while written < len(data):
             written += os.pwrite(self.descriptor, data[written:], start + written)
@@ -200,7 +199,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def value_at(place: Place, memory: memoryview) -> torch.Tensor | io.BytesIO:
-    """Return a copied value: a tensor in the memory, or the bytes."""
     if place.dtype is None:
         return io.BytesIO(memory[place.start : place.start + place.nbytes])
     if not place.nbytes:

@@ -277,7 +277,6 @@ class CopiedWrite:
     def copy(
         self, items: Sequence[WriteItem], resolve: Resolve, budget_nbytes: int, *, may_wait: bool = True
     ) -> Copying:
-        """Copy the data of all items, once the budget allows it."""
         first = next((item for item in items if item.tensor_data is not None), None)
         if first is not None and not can_copy(resolve(first)):
             return "refused"

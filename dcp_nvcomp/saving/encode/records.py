@@ -125,7 +125,6 @@ def _source(tensor: torch.Tensor, *, on_cuda: bool) -> Source:
 
 
 def _ready(index: MetadataIndex, record: Record, dtype: str, choice: ChainChoice, source: Source) -> Ready:
-    """Return a record with blocks of its own."""
     chain = choice.chain
     if isinstance(source, HostSource) and chain.block_nbytes == BLOCK_NBYTES:
         grid = box_grid(record.shape, record.element.nbytes)

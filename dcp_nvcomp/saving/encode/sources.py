@@ -26,8 +26,6 @@ U8 = npt.NDArray[np.uint8]
 
 
 class Workbench:
-    """Engines and scratch memory that an encoding thread keeps from task to task."""
-
     def __init__(self, policy: EnginePolicy) -> None:
         self.cpu = CpuEngine()
         self.scratch = ScratchArrays()
@@ -74,7 +72,6 @@ class Part:
 
 
 def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tuple[list[EncodedBlock], int]:
-    """Encode parts that all belong to one engine."""
     device = parts[0].source.cuda_device
     if device is not None:
         jobs: list[EncodeJob] = []

@@ -42,11 +42,9 @@ class Task:
 
     @property
     def cuda_device(self) -> torch.device | None:
-        """The device whose CUDA engine encodes it; None for the CPU engine."""
         return self.parts[0].source.cuda_device if self.parts else None
 
     def release(self) -> None:
-        """Give up its memory: its blocks are written, or never will be."""
         if self.room is not None:
             self.room.release()
         elif self.memory is not None:
@@ -181,7 +179,6 @@ class JobMemory(ABC):
 
 
 def cuda_room_nbytes(budget_nbytes: int, state_nbytes: int) -> int:
-    """Return the size of the room for one batch of the CUDA engine."""
     # three of them: two engines each fill one while the third is written
     wanted = min(budget_nbytes // 3, state_nbytes // 4, _MAX_CUDA_ROOM_NBYTES)
     return 1 << (max(wanted, _MIN_CUDA_ROOM_NBYTES).bit_length() - 1)

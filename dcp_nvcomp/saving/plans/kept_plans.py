@@ -140,15 +140,12 @@ def _described(mesh: DeviceMesh) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What one rank brings."""
-
     kept_id: str | None  # of the plan that it keeps for its state
     may_keep: bool
     fresh_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 def agree(mine: Proposal, group: dist.ProcessGroup | None, call: Call) -> tuple[bool, str | None]:
-    """Agree with the other ranks whether all use the plan that they keep, and on the id of the plan."""
     proposals = meet(group, call, mine)
     if not all(proposal.may_keep for proposal in proposals):
         return False, None
@@ -171,8 +168,6 @@ def check_same_place(plans: Sequence[SavePlan]) -> None:
 
 @dataclass(frozen=True)
 class PlacedItems:
-    """Where a rank stored the items of its plan."""
-
     files: tuple[tuple[Any, ...], ...]
     counts: tuple[int, ...]  # of items in each file
     positions: array[int]  # in the plan, file after file

@@ -92,7 +92,6 @@ class KeepingPlanner(SavePlanner):
                     self._pickled[fqn] = error
 
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None, call: Call) -> None:
-        """Agree with the other ranks on the plan to use. All ranks have to call this."""
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         self.comparison = Comparison(ranks, self._on_difference)
         if self._is_default and self._failure is None:
