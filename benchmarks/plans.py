@@ -26,9 +26,8 @@ from benchmarks.processes import Ranks
 from benchmarks.results import Plot, Report
 from dcp_nvcomp import NvcompWriter, save
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.saving.kept import forget_all
-from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
-from dcp_nvcomp.saving.plans.kept_plans import Proposal
+from dcp_nvcomp.saving.plans.kept_plans import GlobalPlan, Proposal
+from dcp_nvcomp.saving.process_state import forget_all
 from dcp_nvcomp.saving.rank_save import RankResults, WrittenFile, placed_items
 
 _LATER = 0.3  # of the first

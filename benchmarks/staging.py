@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Literal
 from unittest.mock import patch
 
-from dcp_nvcomp.saving.asynchronous import async_save
+from dcp_nvcomp.saving import save as async_save
 
 Staged = Literal["copy", "encode"]
 

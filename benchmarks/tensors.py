@@ -26,7 +26,7 @@ from benchmarks.results import Plot, Report
 from benchmarks.sinks import link
 from benchmarks.states import State, assert_same, build_state, component, destination, nbytes_of, small_tensors
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.saving.kept import forget_all
+from dcp_nvcomp.saving.process_state import forget_all
 
 THREADS = 2
 LINK_RATE = 500e6

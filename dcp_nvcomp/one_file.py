@@ -38,7 +38,7 @@ from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.reading.stored_tensor import Destinations, items_of_object
 from dcp_nvcomp.saving.data_files import PlannedFile
 from dcp_nvcomp.saving.encode.objects import serialized
-from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.base import Filesystem

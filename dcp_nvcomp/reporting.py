@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from dcp_nvcomp.errors import ConfigurationError, StorageError
-from dcp_nvcomp.loading.stats import LoadStats
+from dcp_nvcomp.loading.job import LoadStats
 from dcp_nvcomp.saving.stats import SaveStats
 from dcp_nvcomp.version import VERSION
 

@@ -6,7 +6,7 @@ from dcp_nvcomp.advising.advice import Advice, Workload, advise
 from dcp_nvcomp.advising.bench import Bench, Prediction, bench
 from dcp_nvcomp.conversion.convert import Conversion
 from dcp_nvcomp.engines.cuda.pool import release_device_memory
-from dcp_nvcomp.loading.stats import LoadStats
+from dcp_nvcomp.loading.job import LoadStats
 from dcp_nvcomp.maintenance.checks import Verification
 from dcp_nvcomp.maintenance.cleaning import Cleaning, clean
 from dcp_nvcomp.maintenance.environment import Environment, info

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import settings
 
 from dcp_nvcomp.engines import notices
-from dcp_nvcomp.saving.kept import forget_all
+from dcp_nvcomp.saving.process_state import forget_all
 from tests.distributed.launch import ranks, single_rank  # noqa: F401
 from tests.effort import examples
 from tests.servers.base import Server

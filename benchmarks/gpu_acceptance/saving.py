@@ -35,7 +35,7 @@ def on_the_engine(host: Host, *, capacity_nbytes: int = 1 << 40) -> Iterator[Mem
     from dcp_nvcomp.engines.tensors import plain_allocate
     from dcp_nvcomp.loading import decoder
     from dcp_nvcomp.saving.asynchronous import segments
-    from dcp_nvcomp.saving.encode import buffers
+    from dcp_nvcomp.saving.encode import tasks as buffers
     from tests.engines.kernels_on_cpu import ReferenceKernels
     from tests.engines.stand_in_pool import install_stand_ins
 

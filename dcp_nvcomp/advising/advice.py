@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dcp_nvcomp.advising.bench import Bench, Prediction
-from dcp_nvcomp.codecs.auto import STORED
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES
-from dcp_nvcomp.codecs.choose import TINY_NBYTES
+from dcp_nvcomp.codecs.choose import STORED, TINY_NBYTES
 from dcp_nvcomp.format.names import data_file_rank
 from dcp_nvcomp.maintenance.inspection import Inspection, Item, inspect
 from dcp_nvcomp.options import check_seconds

@@ -23,15 +23,12 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dcp_nvcomp.calls.per_world import PerWorld
-from dcp_nvcomp.calls.ranks import Call, global_ranks, limit_of, meet, together
+from dcp_nvcomp.calls.ranks import Call, PerWorld, global_ranks, limit_of, meet, together
 
 _MOST_LIMITS: Final = 2  # torch waits for several things one after the other when it makes a group
 
 
 class _Groups:
-    """The groups that no call uses, by their ranks."""
-
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.cache: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
@@ -53,13 +50,11 @@ class Offer:
 
 
 def own_groups(group: dist.ProcessGroup, call: Call, count: int) -> list[dist.ProcessGroup]:
-    """Return groups of our own of the ranks of a group, which all make the same call."""
     ranks = global_ranks(group)
     return take(ranks, count, meet(group, call, offer_of(ranks)), limit_of(group))
 
 
 def offer_of(ranks: Sequence[int]) -> Offer:
-    """Return what this rank brings."""
     groups = _groups.get()
     with groups.lock:
         return Offer(tuple(groups.cached_of(ranks)), _registered())
@@ -90,7 +85,6 @@ def give_back(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Return False once a group was destroyed."""
     try:
         return dist.is_initialized() and bool(dist.get_process_group_ranks(group))
     except (KeyError, ValueError):

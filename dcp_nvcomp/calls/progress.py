@@ -6,6 +6,8 @@ import logging
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -52,3 +54,13 @@ class ProgressBar:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def report_to(callback: Callable[[Any], None] | None, stats: object, *, done: str, name: str) -> None:
+    """Call back after a save or load; nothing here may make it look as if it had failed."""
+    if callback is not None:
+        try:
+            callback(stats)
+        except Exception as error:
+            message = f"The checkpoint is {done}, but {name} raised {type(error).__name__}: {error}"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
 import warnings
+import weakref
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_nvcomp.calls.per_world import PerWorld
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError, RanksDifferError
 from dcp_nvcomp.redaction import without_secrets
 
@@ -103,6 +104,19 @@ def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) 
 
 
 @contextmanager
+def dcp_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Raise what a call of DCP's fails with as an error of ours, the same on all ranks."""
+    failed: BaseException | None = None
+    try:
+        with together(group):
+            yield
+    except CheckpointException as error:
+        failed = error_of_ranks(error, group)
+    if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
+        raise failed
+
+
+@contextmanager
 def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Explain what the backend raises in collectives of ranks that are known to have come."""
     try:
@@ -127,7 +141,6 @@ class Call:
 
     @staticmethod
     def of(name: str, place: str, **terms: Any) -> Call:
-        """Return a call that is about a path or URL, the same on all ranks, which is shown without its secrets."""
         subject = repr(without_secrets(place))
         return Call(name, subject, {"path": subject, **{term: repr(value) for term, value in terms.items()}})
 
@@ -149,7 +162,6 @@ def meet(group: dist.ProcessGroup | None, call: Call, mine: T) -> list[T]:
 
 
 def expect_same(calls: Sequence[Call], group: dist.ProcessGroup) -> None:
-    """Raise if the ranks make different calls."""
     if all(call == calls[0] for call in calls):
         return
     if len({call.name for call in calls}) > 1:
@@ -163,9 +175,33 @@ def expect_same(calls: Sequence[Call], group: dist.ProcessGroup) -> None:
     raise RanksDifferError(f"The ranks call {calls[0].name} with different values of {said}. Give all ranks the same.")
 
 
-class _CalledHere:
-    """What this process called."""
+class PerWorld(Generic[T]):
+    """A value that is made anew after `destroy_process_group`, as names of groups come again, and in a forked child."""
 
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._held: tuple[weakref.ref[dist.ProcessGroup], T] | None = None
+        # What a forked child got from its parent. Kept for good: the destructor of a process group waits for threads
+        # that the child does not have.
+        self._of_parents: list[object] = []
+        os.register_at_fork(after_in_child=self._begin_again)
+
+    def get(self) -> T:
+        world = dist.group.WORLD
+        if world is None:
+            raise ConfigurationError("torch.distributed was shut down (destroy_process_group) before this call.")
+        with self._lock:
+            if self._held is None or self._held[0]() is not world:
+                self._held = weakref.ref(world), self._make()
+            return self._held[1]
+
+    def _begin_again(self) -> None:
+        self._of_parents.append(self._held)
+        self._held, self._lock = None, threading.Lock()
+
+
+class _CalledHere:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()  # over each group, by its name
         self.latest: deque[_Called] = deque(maxlen=_REMEMBERED)
@@ -263,7 +299,6 @@ def _key(rank: int) -> str:
 
 
 def _by_rank(values: Sequence[str], group: dist.ProcessGroup) -> str:
-    """Return the different values, each with the ranks that have it."""
     who: dict[str, list[int]] = {}
     for rank, value in zip(global_ranks(group), values, strict=True):
         who.setdefault(value, []).append(rank)

@@ -1,19 +1,24 @@
-"""The values of a state dict: Stateful ones, at any depth, and the one key under which DCP is given all of them.
+"""The values of a state dict: Stateful ones, at any depth, and nested ones by name, as DCP names them.
 
 DCP knows Stateful values at the top of a state dict only, and asks of each value whether it is one, which takes as long
 as saving a small tensor. So our calls ask first, and give DCP a single value, which the planner unwraps.
+
+Unlike in DCP's `flatten_state_dict`, a path has each key of a dict as it is, not as text, an empty dict is a value, and
+so is, as a whole, a dict with keys that no path can have, such as members of an enum.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import operator
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 
@@ -39,7 +44,6 @@ def is_stateful(value: Any) -> bool:
 
 
 def check_state_dict(call: str, state_dict: Any) -> None:
-    """Refuse what is no state dict."""
     if isinstance(state_dict, torch.nn.Module | torch.optim.Optimizer):
         raise ConfigurationError(
             f"{call} needs a dict, not a {type(state_dict).__name__}: pass {{'model': model.state_dict()}}, or "
@@ -88,7 +92,6 @@ def try_values_of(
 
 
 def values_of(value: Any, objects: Collection[str] = (), fqn: str = "") -> Any:
-    """Return a value with the state dicts of the Stateful ones below it in their places."""
     if isinstance(value, MutableMapping | list):
         changed = {}
         for key, one in _items_of(value):
@@ -133,7 +136,6 @@ def _items_of(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _stateful_in(values: Iterable[Any]) -> Any:
-    """Return a Stateful value in nested containers; None if there is none."""
     for value in values:
         if is_stateful(value):
             return value
@@ -153,8 +155,18 @@ def _state_dict_of(value: Any) -> Any:
         raise CheckpointError(f"state_dict() raised {type(error).__name__}: {error}") from error
 
 
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is no dict, list or tuple in nested containers."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        yield value
+        return
+    for one in value:
+        yield from leaves(one)
+
+
 def has_stateful(value: Any) -> bool:
-    """Return True if there is a Stateful value below dicts and lists, or this is one."""
     return _stateful_in([value]) is not None
 
 
@@ -175,7 +187,6 @@ def check_given(own: Any, loaded: Any, fqn: str = "") -> None:
 
 
 def give(own: Any, loaded: Any) -> None:
-    """Give a Stateful value what was loaded, or what a whole object has that was loaded."""
     own.load_state_dict(loaded.state_dict() if is_stateful(loaded) else loaded)
 
 
@@ -198,28 +209,184 @@ def given_back(own: Any, loaded: Any) -> Any:
     return loaded
 
 
-def check_given_storage(call: str, given: object, wanted: type, role: str, options: Collection[str]) -> None:
-    """Refuse a storage writer or reader of another kind, and options beside one."""
-    if not isinstance(given, wanted):
-        is_other = isinstance(given, StorageReader if role == "writer" else StorageWriter)
-        does = "loading" if role == "writer" else "saving"
-        advice = f"it is for {does}" if is_other else f"use dcp.{call} with other {role}s"
-        raise ConfigurationError(f"{call} needs an {wanted.__name__}, not a {type(given).__name__}: {advice}.")
-    if options:
-        raise ConfigurationError(f"Give {', '.join(sorted(options))} to the {role}: there is a storage_{role}.")
-
-
 def is_default_planner(planner: object, kind: type) -> bool:
     """Return True if a planner is of this class of DCP's itself, without methods that were put into it."""
     return type(planner) is kind and not any(map(callable, vars(planner).values()))
 
 
 def wrapped(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict with one value, to be given to DCP with a planner that knows of it."""
     return {_KEY: values}
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return what was wrapped."""
     values: dict[str, Any] = state_dict[_KEY]
     return values
+
+
+_SCALAR_KEYS: Final = (bool, int, float, bytes, type(None))
+_MAX_DEPTH: Final = 16
+
+
+@dataclass(frozen=True)
+class Key:
+    """A part of a path that is a key of a dict and no text."""
+
+    value: Any  # an int, bool, float, None, bytes, or a tuple of these and of text
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class Vacant:
+    """The place of a value that is not there yet, in lists and dicts that are taken apart for it."""
+
+
+# Text and `Key`s are keys of dicts, numbers are positions in lists.
+Path = tuple["str | int | Key", ...]
+
+
+@dataclass(frozen=True)
+class Flattened:
+    values: dict[str, Any]  # what is no container, by name
+    paths: dict[str, Path]  # the place of each value in the state, by name
+
+
+def flatten(state: Mapping[str, Any]) -> Flattened:
+    return _flatten(state, _is_value)
+
+
+def flatten_as_stock(state: Mapping[str, Any]) -> Flattened:
+    """Take a state apart into the names that DCP gives; paths have the keys as they are."""
+    return _flatten(
+        state, lambda value, _: not isinstance(value, Mapping) and (not isinstance(value, list) or _is_flat(value))
+    )
+
+
+def flatten_as_2_3(state: Mapping[str, Any]) -> Flattened:
+    """Take a state apart as DCP did up to torch 2.3: a dict or list without tensors was a value."""
+    return _flatten(state, lambda value, _: not isinstance(value, Mapping | list) or not _has_tensors(value))
+
+
+def _flatten(state: Mapping[str, Any], is_value: Callable[[Any, str], bool]) -> Flattened:
+    found = Flattened({}, {})
+    for key, value in state.items():
+        part = _part(key)
+        _take(value, str(part), (part,), is_value, found)
+    return found
+
+
+def _take(value: Any, fqn: str, path: Path, is_value: Callable[[Any, str], bool], found: Flattened) -> None:
+    if isinstance(value, torch.Tensor) or is_value(value, fqn):
+        if fqn in found.values:
+            places = f"at {_shown(found.paths[fqn])} and at {_shown(path)}"
+            raise ConfigurationError(f"Two values have this name, {places}: rename one of their keys.", fqn=fqn)
+        found.values[fqn], found.paths[fqn] = value, path
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            part = key if type(key) is str else _part(key)
+            _take(one, f"{fqn}.{part}", (*path, part), is_value, found)
+    else:
+        for number, one in enumerate(value):
+            _take(one, f"{fqn}.{number}", (*path, number), is_value, found)
+
+
+def _is_value(value: Any, fqn: str) -> bool:
+    if isinstance(value, Mapping):
+        if all(map(is_key, value)):
+            return not value
+        if _has_tensors(value):
+            odd = next(key for key in value if not is_key(key))
+            raise ConfigurationError(
+                f"A key of this dict is {odd!r}, a {type(odd).__name__}: where a dict has tensors in it, its keys have "
+                "to be text, numbers, bytes, None, or tuples of these.",
+                fqn=fqn,
+            )
+        return True
+    return not isinstance(value, list) or _is_flat(value)
+
+
+def _is_flat(values: list[Any]) -> bool:
+    """Return True for a list with neither tensors nor dicts in it, which DCP does not take apart."""
+    kinds = (torch.Tensor, Mapping, Vacant)
+    return not any(isinstance(one, kinds) or (isinstance(one, list) and not _is_flat(one)) for one in values)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return any(map(_has_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
+def is_key(key: Any, depth: int = 0) -> bool:
+    if isinstance(key, str):
+        return type(key) is str or str(key) == key  # unlike a member of an enum that is text
+    if type(key) is tuple:
+        return depth < _MAX_DEPTH and all(is_key(part, depth + 1) for part in key)
+    if isinstance(key, float):
+        return not math.isnan(key)  # which is equal to no key
+    return isinstance(key, _SCALAR_KEYS) or _is_integer(key)
+
+
+def _is_integer(key: Any) -> bool:
+    return type(key).__module__ == "numpy" and hasattr(key, "__index__")
+
+
+def _part(key: Any) -> str | Key:
+    return str(key) if isinstance(key, str) else Key(_plain(key))
+
+
+def _plain(key: Any) -> Any:
+    """Return the plain value that is equal to a key, such as an int instead of a numpy integer."""
+    kinds: tuple[type[Any], ...] = (str, bool, float, bytes)
+    for kind in kinds:
+        if isinstance(key, kind):
+            return kind(key)
+    if isinstance(key, tuple):
+        return tuple([_plain(part) for part in key]) if is_key(key) else key
+    return operator.index(key) if isinstance(key, int) or _is_integer(key) else key
+
+
+def fqn_of(path: Sequence[object]) -> str:
+    return ".".join(map(str, path))
+
+
+def _shown(path: Path) -> str:
+    return "".join(f"[{part.value if isinstance(part, Key) else part!r}]" for part in path)
+
+
+def nested(paths: Mapping[str, Path], values: Mapping[str, Any]) -> Any:
+    """Put values together in dicts and lists; a list of which parts are missing becomes a dict."""
+    root = _Node()
+    for fqn, path in paths.items():
+        node: Any = root
+        for part in path[:-1]:
+            node = node.setdefault(part, _Node())
+            if type(node) is not _Node:
+                raise CheckpointError("This value lies in another one, which is no dict or list.", fqn=fqn)
+        if path[-1] in node:
+            raise CheckpointError("Another value is in the place of this one.", fqn=fqn)
+        node[path[-1]] = values[fqn]
+    return _with_lists(root)
+
+
+class _Node(dict[Any, Any]):
+    """A dict or list that was flattened: not to be taken for a value that is a dict."""
+
+
+def _with_lists(node: Any) -> Any:
+    if type(node) is not _Node:
+        return node
+    is_list = node and all(type(part) is int for part in node) and node.keys() == set(range(len(node)))
+    if is_list:
+        return [_with_lists(node[number]) for number in range(len(node))]
+    return {part.value if type(part) is Key else part: _with_lists(value) for part, value in node.items()}
+
+
+def replace_at(state: MutableMapping[str, Any], path: Path, value: Any) -> None:
+    container: Any = state
+    for part in path[:-1]:
+        container = container[part.value if type(part) is Key else part]
+    last = path[-1]
+    container[last.value if type(last) is Key else last] = value

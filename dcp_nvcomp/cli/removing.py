@@ -13,8 +13,8 @@ from dcp_nvcomp.cli.output import Column, Output, counted, left, show
 
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.cleaning import Cleaning, RunCleaning
-    from dcp_nvcomp.runs.keep import Best
     from dcp_nvcomp.runs.pruning import Pruning
+    from dcp_nvcomp.runs.steps import Best
 
 OlderThan = Annotated[
     str,
@@ -122,8 +122,8 @@ def prune_command(
 
     Exit status 1 if there is no complete step, or if a step could not be removed.
     """
-    from dcp_nvcomp.runs.keep import Keep
     from dcp_nvcomp.runs.pruning import prune_run
+    from dcp_nvcomp.runs.steps import Keep
 
     rule = Keep(
         last=keep_last,
@@ -140,7 +140,7 @@ def prune_command(
 
 
 def _best(text: str) -> Best:
-    from dcp_nvcomp.runs.keep import Best
+    from dcp_nvcomp.runs.steps import Best
 
     metric, _, rest = text.partition(":")
     mode, _, count = rest.partition(":")

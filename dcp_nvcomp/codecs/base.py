@@ -4,7 +4,7 @@
 
 A `CodecChain` describes all of it and is what a footer names, as in Zarr v3: a list of `{"name", "configuration"}`. The
 engines (engines/) run chains; `layout_block` decides where each piece of a block lies, and what is compiled for a
-whole chain (planes_literals.py) follows it. They make and take `EncodedBlock`s, which may outlive the tensor.
+whole chain (registry.py) follows it. They make and take `EncodedBlock`s, which may outlive the tensor.
 
 Codecs carry their behaviour: the format and a save or load know these classes only, never a particular codec, and the
 engines need no more. registry.py lists the codecs there are. `integer`, `text` and `slice_nbytes` check what a footer
@@ -47,8 +47,6 @@ _RELEASE_GIL = 1
 
 @dataclass(frozen=True)
 class ElementType:
-    """Memory layout of the elements of one dtype."""
-
     name: str  # PyTorch's name of the dtype, without `torch.`
     nbytes: int  # bytes of one element
     float_nbytes: int = 0  # bytes of each float in it; 0 if it has no float of two bytes or more to split
@@ -98,13 +96,11 @@ class ScratchArrays:
 
 
 def check_slice_nbytes(slice_nbytes: int) -> None:
-    """Refuse a slice size that the format does not allow."""
     if not isinstance(slice_nbytes, int) or not 0 < slice_nbytes <= MAX_SLICE_NBYTES or slice_nbytes % ALIGNMENT_NBYTES:
         raise ConfigurationError(f"slice_nbytes={slice_nbytes!r} must be a multiple of 16 from 16 to 16 MiB.")
 
 
 def integer(configuration: dict[str, Any], key: str, codec: str) -> int:
-    """Return an integer of a configuration."""
     value = configuration.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be an integer.")
@@ -112,7 +108,6 @@ def integer(configuration: dict[str, Any], key: str, codec: str) -> int:
 
 
 def text(configuration: dict[str, Any], key: str, codec: str) -> str:
-    """Return a text of a configuration."""
     value = configuration.get(key)
     if not isinstance(value, str):
         raise FormatError(f"Codec {codec!r} has {key}={shown(value)}, which must be text.")
@@ -120,7 +115,6 @@ def text(configuration: dict[str, Any], key: str, codec: str) -> str:
 
 
 def slice_nbytes(configuration: dict[str, Any], codec: str) -> int:
-    """Return the `slice_nbytes` of a coder's configuration."""
     value = integer(configuration, "slice_nbytes", codec)
     if not 0 < value <= MAX_SLICE_NBYTES or value % ALIGNMENT_NBYTES:
         raise FormatError(f"Codec {codec!r} has slice_nbytes={shown(value)}, not a multiple of 16 from 16 to 16 MiB.")
@@ -128,7 +122,6 @@ def slice_nbytes(configuration: dict[str, Any], codec: str) -> int:
 
 
 def padded(nbytes: int) -> int:
-    """Return `nbytes` rounded up to the alignment of slices and planes in a block."""
     return (nbytes + ALIGNMENT_NBYTES - 1) // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
 
 
@@ -162,8 +155,6 @@ class BlockRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:
-    """One encoded block."""
-
     data: memoryview  # its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into
     row: BlockRow  # its rows of the footer's tables
     uncompressed_nbytes: int
@@ -324,7 +315,6 @@ class CodecChain:
 
 
 def layout_block(chain: CodecChain, nbytes: int, flags: int) -> tuple[Piece, ...]:
-    """Return the pieces of a block, in the order in which they are stored."""
     pieces: list[Piece] = []
     planes: Sequence[Plane] = chain.array_to_bytes.layout(nbytes, flags, chain.coder is not None)
     for index, plane in enumerate(planes):

@@ -1,33 +1,185 @@
-"""The codec chain for a tensor, chosen by dtype, size and a measured sample.
+"""The codec chain for a tensor, chosen by dtype, size and what parts of it gain.
 
 codec option  --parse_codec-->  CodecChooser  --choose(element, sample, nbytes)-->  CodecChain, one per record
 
-`auto` itself is in auto.py.
+`auto` takes the open chain that makes a record smallest, found in two steps:
+
+look    a few thousand elements from all over the record, their exponents coded as literals: microseconds. Tells
+        dense floats from zeros, constants, sparse tensors and floats of few values, but sees no repetition.
+judge   slices, cut and coded as those of the record will be, by every chain that could win. A match search never sees
+        more than one slice, as it never will in a block.
+
+The smallest wins, unless it is a search for matches that gains less than a hundredth: it takes three times as long as
+coding literals. Of what is nothing but repetition, as zeros are, whole floats win if they are about as small: splitting
+them would take longer than all else.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp_nvcomp.codecs.auto import PLAIN, STORED, Judge, judged_nbytes
-from dcp_nvcomp.codecs.base import CodecChain, Coder, ElementType
-from dcp_nvcomp.codecs.coders import ANS_DATA_TYPES, Ans, Deflate, Zstd
-from dcp_nvcomp.codecs.transforms import Bytes, Planes
+from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain, Coder, ElementType, ScratchArrays, SliceEncoder, padded
+from dcp_nvcomp.codecs.coders import ANS_DATA_TYPES, DEFAULT_SLICE_NBYTES, Ans, Deflate, Zstd
+from dcp_nvcomp.codecs.transforms import PLANE_NAMES, Bytes, Planes
 from dcp_nvcomp.errors import ConfigurationError
 
 U8 = npt.NDArray[np.uint8]
+
+LITERALS = Zstd(literals_only=True)
+STORED = CodecChain(Bytes())
+PLAIN = CodecChain(Bytes(), Zstd(level=3))
+
+_MATCHES = Zstd(level=1)
+_PLAIN_LITERALS = CodecChain(Bytes(), LITERALS)
+_PLAIN_FAST = CodecChain(Bytes(), _MATCHES)
+
+# Coding a plane costs time, in a load too: only a plane that gains as much is coded.
+_WORTHWHILE = 0.98
+# By how much a faster chain may be larger than the smallest, and by how much if it saves the search for matches.
+_TOLERANCE = 1.0025
+_LITERALS_TOLERANCE = 1.01
+# So many times as small is what repeats all over.
+_REPETITIVE = 200
 
 # Sampling runs on one thread for all records of a rank, so it must stay well below the time of encoding them.
 _MIN_SAMPLE_NBYTES = 64 << 10
 _MAX_SAMPLE_NBYTES = 256 << 10
 _SAMPLED_PART = 32
 TINY_NBYTES = 256
+
+
+class Look(NamedTuple):
+    coded: float  # coded size over size of their exponents, as literals; of their bytes where they are not split
+    commonest: float  # how many of all other bytes are the commonest one; 0 where they are not split
+
+    def resembles(self, other: Look) -> bool:
+        """Return True if a chain that was chosen for one serves the other."""
+        return abs(self.coded - other.coded) < 0.02 and abs(self.commonest - other.commonest) < 0.02
+
+    @property
+    def is_dense(self) -> bool:
+        """True if these are floats of which only the exponents gain, as those of trained floats do."""
+        return 0.15 < self.coded < 0.75 and 0 < self.commonest < 0.03
+
+
+def judged_nbytes(element: ElementType) -> int:
+    return DEFAULT_SLICE_NBYTES * (element.float_nbytes or 1)
+
+
+def most_encoded_nbytes(nbytes: int) -> int:
+    """Return an upper bound of the encoded size of a block, whatever chain is found for it."""
+    pieces = nbytes // DEFAULT_SLICE_NBYTES + 2 * len(PLANE_NAMES)
+    return nbytes + pieces * ALIGNMENT_NBYTES
+
+
+def literal_exponents(element: ElementType) -> CodecChain:
+    return CodecChain(Planes(element.float_nbytes), LITERALS)
+
+
+class Judge:
+    """Finds the chain of a record. Not for several threads at once: it keeps its encoders."""
+
+    def __init__(self) -> None:
+        self._encoders: dict[Coder, SliceEncoder] = {}
+        self._scratch = ScratchArrays()
+
+    def look(self, element: ElementType, sample: U8) -> Look:
+        """Look at a sample: some elements, at least one, contiguous."""
+        width = element.float_nbytes
+        if not width:
+            return Look(self._coded_nbytes(sample, LITERALS) / sample.size, 0.0)
+        count = sample.size // width
+        planes = self._scratch.array("planes", sample.size, np.uint8)
+        others, exponents = planes[:-count], planes[-count:]
+        low = [others[:-count]] if width > 2 else []
+        Planes(width, PLANE_NAMES).split(sample, [*low, others[-count:], exponents])
+        commonest = int(np.bincount(others).max()) / others.size
+        return Look(self._coded_nbytes(exponents, LITERALS) / count, commonest)
+
+    def judge(self, element: ElementType, slices: Sequence[U8]) -> CodecChain:
+        if not any(part.size for part in slices):
+            return STORED
+        if element.float_nbytes:
+            return self._judge_floats(element, slices)
+        sizes = {
+            STORED: sum(part.size for part in slices),
+            _PLAIN_LITERALS: self._total_nbytes(slices, LITERALS),
+        }
+        faster = _smallest(sizes)
+        for chain in (_PLAIN_FAST, PLAIN):  # of integers, either can be the smaller one
+            sizes[chain] = self._total_nbytes(slices, chain.coder)
+        return _chosen(sizes, faster)
+
+    def _judge_floats(self, element: ElementType, slices: Sequence[U8]) -> CodecChain:
+        width = element.float_nbytes
+        split = [_split(part, width) for part in slices]
+        names = Planes(width).plane_names
+        columns = {name: [piece for planes, _ in split for piece in _cut(planes[name])] for name in names}
+        stored = {name: sum(plane.size for plane in columns[name]) for name in names}
+        stored["rest"] -= sum(planes["rest"].size // 8 for planes, same_sign in split if same_sign)
+        total = sum(part.size for part in slices)
+        sizes = {STORED: total}
+        for coder in (LITERALS, _MATCHES):
+            coded = {name: self._total_nbytes(columns[name], coder) for name in names}
+            worthwhile = [name for name in names if name == "exponent" or coded[name] < _WORTHWHILE * stored[name]]
+            for chosen in {("exponent",), tuple(worthwhile)}:
+                nbytes = sum(coded[name] if name in chosen else stored[name] for name in names)
+                sizes[CodecChain(Planes(width, chosen), coder)] = nbytes
+            if coder is LITERALS:
+                faster = _smallest(sizes)
+        smallest = _smallest(sizes)
+        # more than the exponents compresses, or they repeat, so perhaps whole floats do
+        if smallest.array_to_bytes != Planes(width) or smallest.coder != LITERALS:
+            sizes[PLAIN] = self._total_nbytes([piece for part in slices for piece in _cut(part)], PLAIN.coder)
+        least = sizes[_smallest(sizes)]
+        if total > _REPETITIVE * least:
+            sizes[_PLAIN_LITERALS] = self._total_nbytes([piece for part in slices for piece in _cut(part)], LITERALS)
+            for chain in (_PLAIN_LITERALS, PLAIN):
+                if sizes.get(chain, math.inf) <= _TOLERANCE * least:
+                    return chain
+        return _chosen(sizes, faster)
+
+    def _total_nbytes(self, slices: Sequence[U8], coder: Coder | None) -> int:
+        assert coder is not None
+        return sum(self._coded_nbytes(part, coder) for part in slices)
+
+    def _coded_nbytes(self, data: U8, coder: Coder) -> int:
+        encode = self._encoders.get(coder)
+        if encode is None:
+            encode = self._encoders[coder] = coder.encoder()
+        return min(padded(len(encode(data.data))), data.size)
+
+
+def _split(data: U8, width: int) -> tuple[dict[str, U8], bool]:
+    codec = Planes(width, PLANE_NAMES)
+    planes = {plane.name: np.empty(plane.nbytes, np.uint8) for plane in codec.layout(data.size, 0, True)}
+    codec.split(data, list(planes.values()))
+    rest = planes["rest"]
+    return planes, bool(rest.max() < 0x80 or rest.min() >= 0x80)
+
+
+def _cut(part: U8) -> list[U8]:
+    return [part[at : at + DEFAULT_SLICE_NBYTES] for at in range(0, part.size, DEFAULT_SLICE_NBYTES)]
+
+
+def _smallest(sizes: dict[CodecChain, int]) -> CodecChain:
+    return min(sizes, key=sizes.__getitem__)
+
+
+def _chosen(sizes: dict[CodecChain, int], faster: CodecChain) -> CodecChain:
+    """Return the smallest, or a faster one that is about as small; `faster` is the best without matches."""
+    least = min(sizes.values())
+    for chain, tolerance in ((STORED, _TOLERANCE), (faster, _LITERALS_TOLERANCE), (_PLAIN_FAST, _TOLERANCE)):
+        if sizes.get(chain, math.inf) <= tolerance * least:
+            return chain
+    return _smallest(sizes)
 
 
 @runtime_checkable
@@ -40,8 +192,6 @@ class CodecChooser(Protocol):
 
 @dataclass(frozen=True)
 class _Always:
-    """The named codecs: one chain for floats, one for everything else."""
-
     coder: Coder | None
     plain: CodecChain
     split_floats: bool
@@ -92,7 +242,6 @@ class Auto:
 
 
 def sample_nbytes(nbytes: int) -> int:
-    """Return the size of a sample of a record of `nbytes`."""
     wanted = max(_MIN_SAMPLE_NBYTES, min(_MAX_SAMPLE_NBYTES, nbytes // _SAMPLED_PART))
     return wanted // 16 * 16  # whole elements of any type
 

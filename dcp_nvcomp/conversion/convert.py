@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from dcp_nvcomp.calls.flattening import Path, fqn_of
 from dcp_nvcomp.calls.suggestions import missing_prefix
+from dcp_nvcomp.calls.values import Path, fqn_of
 from dcp_nvcomp.conversion.checkpoints import (
     CheckpointSource,
     ConvertingPlanner,

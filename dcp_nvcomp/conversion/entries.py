@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.calls.flattening import Path, fqn_of
+from dcp_nvcomp.calls.values import Path, fqn_of
 from dcp_nvcomp.errors import CheckpointExistsError, ConfigurationError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.recognition import file_at, is_local, linked_to

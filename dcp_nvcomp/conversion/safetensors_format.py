@@ -17,8 +17,8 @@ from typing import Any, Final
 
 import torch
 
-from dcp_nvcomp.calls.flattening import Key, Path, is_key
 from dcp_nvcomp.calls.json_text import parse_json
+from dcp_nvcomp.calls.values import Key, Path, is_key
 from dcp_nvcomp.errors import ConfigurationError, CorruptDataError
 
 SINGLE_NAME: Final = "model.safetensors"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.calls.flattening import flatten, nested
+from dcp_nvcomp.calls.values import flatten, nested
 from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, exists_already, paths_in_order
 from dcp_nvcomp.engines.tensors import memory_of
 from dcp_nvcomp.errors import (

@@ -3,7 +3,7 @@
 One `CpuEngine` per thread: it owns contexts and scratch memory, reused from block to block. The heavy calls (numpy,
 zstd, zlib, CRC32C) release the GIL, so threads scale.
 
-Blocks of trained floats are coded whole, in one compiled call (codecs/planes_literals.py); all others in steps: summed,
+Blocks of trained floats are coded whole, in one compiled call (codecs/registry.py); all others in steps: summed,
 split into planes, and coded slice by slice.
 """
 
@@ -26,7 +26,7 @@ from dcp_nvcomp.codecs.base import (
     checksum,
     padded,
 )
-from dcp_nvcomp.codecs.planes_literals import PlanesLiterals, planes_literals
+from dcp_nvcomp.codecs.registry import PlanesLiterals, planes_literals
 from dcp_nvcomp.errors import CorruptDataError
 
 _SKIPPED_BLOCKS = 15

@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
-from dcp_nvcomp.saving.kept import process_state
-from dcp_nvcomp.saving.rank_save import RankResults
-from dcp_nvcomp.saving.saves import PreparedWrite
+from dcp_nvcomp.saving.process_state import process_state
+from dcp_nvcomp.saving.rank_save import PreparedWrite, RankResults
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 _Data: TypeAlias = list[Any]
@@ -111,7 +110,6 @@ class _Copy:
 
     @torch.no_grad()
     def __call__(self) -> _Data:
-        """Return copies that nothing of training writes into."""
         copies = [
             one.detach().to("cpu", copy=True, non_blocking=True) if isinstance(one, torch.Tensor) else one
             for one in self._data

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
 
-from dcp_nvcomp.calls.unknown_options import advice_for, unknown_option
+from dcp_nvcomp.calls.suggestions import advice_for, unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.integrations.stock_classes import Kind, add_maker, remove_maker
 from dcp_nvcomp.loading.reader import NvcompReader

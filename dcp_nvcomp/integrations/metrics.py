@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.loading.stats import LoadStats
+from dcp_nvcomp.loading.job import LoadStats
 from dcp_nvcomp.saving.stats import SaveStats
 
 if TYPE_CHECKING:

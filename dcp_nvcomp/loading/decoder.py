@@ -36,8 +36,6 @@ _Pair = tuple[BlockRead, DecodeJob]
 
 
 class GpuShare:
-    """A load's part of the GPUs, for all of its threads."""
-
     def __init__(self, policy: EnginePolicy, read_nbytes: int, device: torch.device | None) -> None:
         self.read_nbytes = read_nbytes
         self.device = device
@@ -46,14 +44,11 @@ class GpuShare:
         self._policy = policy
 
     def engine(self, device: torch.device) -> AbstractContextManager[BlockEngine]:
-        """Lend an engine, after waiting for a free one."""
         return shared_pool().lend(device, self._policy)
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A range of a file in memory."""
-
     read: Read
     data: memoryview  # its bytes, in the buffer of the thread that fetched it
     # for each block, the device whose engine decodes it; None for the CPU engine
@@ -94,7 +89,6 @@ class Decoder:
         return self._buffer[:nbytes]
 
     def decode(self, fetched: Fetched) -> None:
-        """Check, decode and place the blocks of a range."""
         read = fetched.read
         if read.start == 0:
             self._check_header(fetched)

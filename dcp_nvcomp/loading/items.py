@@ -31,9 +31,8 @@ from dcp_nvcomp.format.blocks import Box, element_span, strides_of
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
-from dcp_nvcomp.loading.destinations import Conversions, part_of
 from dcp_nvcomp.loading.job import ItemPlanner, Loaded, LoadJob, LoadOptions
-from dcp_nvcomp.loading.read_plan import Wanted
+from dcp_nvcomp.loading.read_plan import Conversions, Wanted, part_of
 from dcp_nvcomp.loading.safe_objects import SafeLoader, check_crcs, load_tensor_safely
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -81,7 +80,6 @@ def load_items(
     footers: Footers = read_footers,
     progress: Callable[[int], None] | None = None,
 ) -> Loaded:
-    """Load items into the destinations that a planner gives."""
     conversions = Conversions()  # of this load: each load warns
     ours = [item for item in items if isinstance(item.stored, StoredAt)]
     stock = [item for item in items if not isinstance(item.stored, StoredAt)]
@@ -94,7 +92,6 @@ def load_items(
 def load_stock_items(
     filesystem: Filesystem, items: Sequence[Wanted], planner: ItemPlanner, safe: SafeLoader, conversions: Conversions
 ) -> None:
-    """Load some items that FileSystemWriter or FsspecWriter wrote, plain or with the zstd extension."""
     for wanted in sorted(items, key=lambda wanted: _position(wanted.stored)):
         item, fqn = wanted.item, wanted.item.storage_index.fqn
         try:
@@ -225,7 +222,6 @@ def _unzstd(data: memoryview, output: io.BytesIO, limit_nbytes: int) -> None:
 def read_part(
     filesystem: Filesystem, item: StockItem, *, sizes: tuple[int, ...], dtype: torch.dtype, region: Box
 ) -> torch.Tensor | None:
-    """Read a region of a stored tensor."""
     first, last = element_span(sizes, region)
     if item.transform_descriptors or math.prod(sizes) * dtype.itemsize < _WORTHWHILE_NBYTES:
         return None
@@ -260,7 +256,6 @@ class _Tensor(NamedTuple):
 
 
 def _start_of_elements(file: _ItemFile, sizes: tuple[int, ...], dtype: torch.dtype) -> int | None:
-    """Return where in the item the tensor's first element is; None if it is not such a tensor."""
     archive = zipfile.ZipFile(file)
     (described,) = (info for info in archive.infolist() if info.filename.endswith("/data.pkl"))
     folder = described.filename.removesuffix("data.pkl")

@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -33,8 +33,20 @@ from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE
 from dcp_nvcomp.loading.decoder import Decoder, GpuShare
-from dcp_nvcomp.loading.destinations import Conversions, Destination, PackMember, Region, Run, dense_part_of, part_of
-from dcp_nvcomp.loading.read_plan import Read, Target, Wanted, locate, plan_reads
+from dcp_nvcomp.loading.read_plan import (
+    Conversions,
+    Destination,
+    PackMember,
+    Read,
+    Region,
+    Run,
+    Target,
+    Wanted,
+    dense_part_of,
+    locate,
+    part_of,
+    plan_reads,
+)
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -78,8 +90,6 @@ class Loaded(NamedTuple):
 
 
 class LoadJob:
-    """One rank's part of one load."""
-
     def __init__(
         self,
         filesystem: Filesystem,
@@ -292,3 +302,38 @@ def _copy_payload(saved: torch.Tensor, target: Target, destination: torch.Tensor
         f"The stored tensor has shape {tuple(saved.shape)}, which does not contain {target.region}.",
         fqn=target.record.fqn,
     )
+
+
+@dataclass(frozen=True)
+class LoadStats:
+    """Statistics of one rank's part of a load.
+
+    Attributes:
+        checkpoint_id: where the checkpoint is; without a password, if its URL has one.
+        items: how many tensors, parts of tensors and objects were loaded.
+        nbytes: size of the tensors that were filled, in memory; of a checkpoint of stock DCP 0.
+        fetched_nbytes: what was read of data files, without footers; of a checkpoint of stock DCP 0.
+        seconds: time for reading, decoding and placing.
+        rank: the rank.
+        stage_seconds: time in `fetch` and `decode`, of the busiest thread; both overlap, and of a checkpoint of stock
+            DCP there are none.
+    """
+
+    checkpoint_id: str
+    items: int
+    nbytes: int
+    fetched_nbytes: int
+    seconds: float
+    rank: int = 0
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        return {"schema": 1, **asdict(self)}
+
+    def __str__(self) -> str:
+        rate = self.nbytes / self.seconds / 1e6 if self.seconds else 0.0
+        return (
+            f"loaded {self.nbytes / 1e6:.2f} MB in {self.items} items in {self.seconds:.2f} s ({rate:.0f} MB/s), of "
+            f"which {self.fetched_nbytes / 1e6:.2f} MB were read, from {self.checkpoint_id}"
+        )

@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
-from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, meet, together
-from dcp_nvcomp.calls.unknown_options import refuse_path
+from dcp_nvcomp.calls.ranks import Call, dcp_errors, group_of, meet
+from dcp_nvcomp.calls.suggestions import storage_of
 from dcp_nvcomp.calls.values import (
     ExpectsCheckpoint,
     check_given,
-    check_given_storage,
     given_back,
     has_stateful,
     is_stateful,
@@ -28,7 +25,7 @@ from dcp_nvcomp.calls.values import (
     try_values_of,
     wrapped,
 )
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.paths import saved_entries
 from dcp_nvcomp.loading.planner import UnwrappingPlanner, planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
@@ -86,7 +83,8 @@ def load(
         tensor([0., 1., 2., 3.])
     """
     check_choice("dtype", dtype, DtypePolicy)
-    reader = _reader(storage_reader, checkpoint_id, reader_options)
+    known = option_names(NvcompReader)
+    reader = storage_of("load", NvcompReader, storage_reader, checkpoint_id, reader_options, known)
     group = group_of(process_group, no_dist=no_dist)
     where = without_secrets(os.fspath(checkpoint_id)) if checkpoint_id else reader.checkpoint_id
     failure: CheckpointError | None = try_check("load", state_dict, alone=group is None)
@@ -100,23 +98,19 @@ def load(
             values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)}, objects)
         whole = [key for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)] if values else []
         planning = planner_for(planner, failure, may_cast=dtype == "cast", may_leave=whole)
-        failed: BaseException | None = None
         try:
-            with together(group):
+            with dcp_errors(group):
                 dcp_load(
                     wrapped(values),
                     checkpoint_id=checkpoint_id,
-                    storage_reader=_Reading(reader, planning),
-                    planner=planning,
+                    storage_reader=cast(StorageReader, _Reading(reader, planning)),
+                    planner=cast(LoadPlanner, planning),
                     process_group=group,
                     no_dist=group is None,
                 )
-        except CheckpointException as error:  # of any ranks, the same on all of them
-            failed = error_of_ranks(error, group)
-        if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
-            if isinstance(failed, CheckpointError) and failed.path is None:
-                failed.path = where
-            raise failed
+        except CheckpointError as error:
+            error.path = error.path or where
+            raise
         for key, value in values.items():
             check_given(state_dict[key], value, key)
         for key, value in values.items():
@@ -135,7 +129,6 @@ def _has_some_below(value: Any) -> bool:
 
 
 def _saved_objects(reader: NvcompReader) -> set[str]:
-    """Return the names of what was saved as an object."""
     # the load itself meets the same error, and reports it to all ranks
     with suppress(Exception):
         items = reader.read_metadata().state_dict_metadata.items()
@@ -159,14 +152,14 @@ def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[
             value.expect(None)
 
 
-class _Reading(StorageReader):
+class _Reading:
     """A reader that hands a failure to read the metadata to the planner, as DCP would log it and go on."""
 
     def __init__(self, reader: NvcompReader, planner: UnwrappingPlanner) -> None:
         self._reader, self._planner = reader, planner
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._reader.reset(checkpoint_id)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reader, name)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
@@ -174,36 +167,3 @@ class _Reading(StorageReader):
         except CheckpointError as error:
             self._planner.failure = self._planner.failure or error
             return Metadata({}, storage_data={})
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._reader.set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return self._reader.prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return self._reader.prepare_global_plan(plans)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        return self._reader.read_data(plan, planner)
-
-    @property
-    def checkpoint_id(self) -> str:
-        """The checkpoint, without passwords: DCP logs it."""
-        return self._reader.checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return NvcompReader.validate_checkpoint_id(checkpoint_id)
-
-
-def _reader(
-    reader: NvcompReader | None, checkpoint_id: str | os.PathLike[str] | None, options: Mapping[str, Any]
-) -> NvcompReader:
-    if reader is not None:
-        check_given_storage("load", reader, NvcompReader, "reader", options)
-        return reader
-    refuse_path(options, option_names(NvcompReader))
-    if checkpoint_id is None:
-        raise ConfigurationError("load needs a checkpoint_id or a storage_reader.")
-    return NvcompReader(checkpoint_id, **options)

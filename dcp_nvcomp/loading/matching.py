@@ -3,22 +3,41 @@
 A value goes to the one of the same name unless their keys differ: 7 is not "7" (in stock checkpoints all keys are text,
 so there names alone count). `_orig_mod.w` takes `w`, and the other way round. `ParameterNames` does the same for the
 names that the state of an optimizer has as values and keys.
+
+A `WholeValue` comes back as it was saved, whatever the destination has room for: it is loaded into nested containers as
+they were saved, with tensors of the destination where it has them; its own containers get what these hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import copy
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_nvcomp.calls.flattening import Flattened, Key, Path, canonical_name, flatten, flatten_as_2_3, flatten_as_stock
-from dcp_nvcomp.calls.values import PLAIN_TENSORS
-from dcp_nvcomp.errors import MissingKeyError
-from dcp_nvcomp.format.metadata.paths import has_keys, paths_of
+from dcp_nvcomp.calls.values import (
+    PLAIN_TENSORS,
+    Flattened,
+    Key,
+    Path,
+    Vacant,
+    check_given,
+    flatten,
+    flatten_as_2_3,
+    flatten_as_stock,
+    give,
+    is_stateful,
+    nested,
+    values_of,
+)
+from dcp_nvcomp.errors import CheckpointError, MissingKeyError
+from dcp_nvcomp.format.metadata.paths import SavedEntry, has_keys, paths_of
 
+# What torch.compile, DDP, activation checkpointing and FSDP1 put into the names of parameters.
+_WRAPPERS: Final = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _EXTRA_STATE: Final = "_extra_state"
 
 _GROUPS: Final = "param_groups"
@@ -28,15 +47,12 @@ _NAMES: Final = ("params", "param_names")
 
 @dataclass(frozen=True)
 class Matched:
-    """The values of a destination."""
-
     values: dict[str, Any]  # by the names of the checkpoint; those that it lacks by their own
     paths: dict[str, Path]  # their places in the destination
     made: frozenset[str]  # the names of tensors that are not in the destination, and have to take the place of what is
 
 
 def match(state: Mapping[str, Any], metadata: Metadata) -> Matched:
-    """Match the values of a destination with those of a checkpoint."""
     saved = metadata.state_dict_metadata
     flat = flatten(state) if has_keys(metadata) else _flatten_as_saved(state, metadata)
     values = {fqn: value for fqn, value in flat.values.items() if fqn in saved or not _is_empty(value)}
@@ -80,6 +96,13 @@ def saved_names(names: Collection[str], saved: Collection[str]) -> dict[str, str
     return found
 
 
+def canonical_name(fqn: str) -> str:
+    """Return a name without what wrappers of modules put into it."""
+    if "_" not in fqn and "module" not in fqn:
+        return fqn
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+
+
 def _by_canonical_name(names: Collection[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for fqn in names:
@@ -121,8 +144,6 @@ def _place_of(value: Any, item: Any) -> Any:
 
 
 class ParameterNames:
-    """The names that optimizers of a destination have."""
-
     def __init__(self, flat: Flattened) -> None:
         self._own: dict[Path, dict[str, None]] = {}
         for fqn, path in flat.paths.items():
@@ -175,9 +196,175 @@ class ParameterNames:
 
 
 def is_place_of_names(path: Path) -> bool:
-    """Return True for the place of the parameters of a group."""
     return len(path) > 2 and path[-3] == _GROUPS and type(path[-2]) is int and path[-1] in _NAMES
 
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(name, str) for name in value)
+
+
+class WholeValue:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._own: Any = None
+        self._entries: Sequence[SavedEntry] | None = None
+
+    def expect(self, entries: Sequence[SavedEntry] | None) -> None:
+        """Take what the checkpoint has for the value; see `ExpectsCheckpoint`."""
+        self._entries = entries
+
+    def state_dict(self) -> Any:
+        objects = [one.fqn for one in self._entries or () if not isinstance(one.item, TensorStorageMetadata)]
+        self._own = self.value.state_dict() if is_stateful(self.value) else values_of(self.value, objects)
+        return self._own if self._entries is None else completed(self._own, self._entries, _stateful_in(self.value))
+
+    def load_state_dict(self, loaded: Any) -> None:
+        if is_stateful(self.value):
+            # in new containers: what it gave may be its own
+            self.value.load_state_dict(_of_its_kind(self._own, loaded))
+        else:
+            check_given(self.value, loaded)
+            self.value = _replaced(self.value, self._own, loaded, set())
+
+
+def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] = ()) -> Any:
+    """Return nested containers with a place for each saved value."""
+    if not entries:
+        return own
+    if not entries[0].path and not isinstance(own, Mapping):  # a value that is no container
+        return _place_for(entries[0], own)
+    flat = flatten(own) if isinstance(own, Mapping) else flatten({"": own})
+    if not isinstance(own, Mapping):
+        flat = Flattened(
+            {fqn.removeprefix("."): value for fqn, value in flat.values.items() if fqn},
+            {fqn.removeprefix("."): path[1:] for fqn, path in flat.paths.items() if fqn},
+        )
+    saved = {entry.fqn: entry for entry in entries}
+    names = {name: fqn for fqn, name in saved_names(flat.values, saved).items()}
+    moved = ParameterNames(flat).moved(entry.path for fqn, entry in saved.items() if fqn not in names)
+    values: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for fqn, entry in saved.items():
+        own_fqn = names.get(fqn)
+        value = None if own_fqn is None else flat.values[own_fqn]
+        is_own = own_fqn is not None and (not entry.has_keys or _has_its_keys(flat.paths[own_fqn], entry.path))
+        paths[fqn] = flat.paths[own_fqn] if is_own and own_fqn is not None else moved.get(entry.path, entry.path)
+        is_data = _is_in_list(paths[fqn]) or _is_opaque(paths[fqn])
+        fits = is_own and not (is_data and _has_another_shape(value, entry))
+        values[fqn] = _place_for(entry, value if fits else None)
+        if fits and isinstance(value, torch.Tensor) and not is_data and not _is_below(paths[fqn], given):
+            values[fqn] = value  # if an object was saved, the load raises
+    places = {entry.path: entry for entry in entries}
+    containers = {entry.path[:end]: entry for entry in entries for end in range(len(entry.path))}
+    for name, own_fqn in names.items():
+        path = flat.paths[own_fqn]
+        is_missed = isinstance(flat.values[own_fqn], torch.Tensor) and not (_is_in_list(path) or _is_opaque(path))
+        if name in saved or not is_missed:
+            continue
+        above = next((places[path[:end]] for end in range(len(path)) if path[:end] in places), None)
+        if above is None and path not in containers:
+            values[name], paths[name] = flat.values[own_fqn], path  # which the load reports as missing
+        elif not _is_below(path, given):
+            there = _kind_of(above) if above else f"a dict or list in its place, with {containers[path].fqn!r}"
+            raise MissingKeyError(
+                f"The destination has a tensor here, but there is none in the checkpoint, which has {there}.",
+                fqn=own_fqn,
+            )
+    return nested(paths, values) if entries[0].path else values[entries[0].fqn]
+
+
+def _kind_of(above: SavedEntry) -> str:
+    kind = "a tensor" if isinstance(above.item, TensorStorageMetadata) else "an object, such as an empty dict,"
+    return f"{kind} in the place of a dict above it"
+
+
+def _stateful_in(value: Any, path: Path = ()) -> list[Path]:
+    if is_stateful(value):
+        return [path]
+    if not isinstance(value, Mapping | list):
+        return []
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return [
+        found for key, one in items if not isinstance(one, torch.Tensor) for found in _stateful_in(one, (*path, key))
+    ]
+
+
+def _is_below(path: Path, places: Collection[Path]) -> bool:
+    plain = tuple(part.value if type(part) is Key else part for part in path)
+    return any(plain[: len(place)] == place for place in places)
+
+
+def _is_in_list(path: Path) -> bool:
+    """Return True for what is data as a whole, such as a buffer of samples; a dict's tensors may be a module's."""
+    return any(type(part) is int for part in path)
+
+
+def _is_opaque(path: Path) -> bool:
+    """Return True for what only a module's `set_extra_state` understands."""
+    return any(isinstance(part, str) and is_extra_state(part) for part in path)
+
+
+def _has_another_shape(own: Any, entry: SavedEntry) -> bool:
+    item = entry.item
+    return type(own) is torch.Tensor and isinstance(item, TensorStorageMetadata) and own.shape != item.size
+
+
+def _has_its_keys(own: Path, saved: Path) -> bool:
+    return len(own) != len(saved) or all(
+        {type(one), type(other)} != {Key, str} for one, other in zip(own, saved, strict=True)
+    )
+
+
+def _place_for(entry: SavedEntry, own: Any) -> Any:
+    item = entry.item
+    if not isinstance(item, TensorStorageMetadata):
+        # names are compared with those that are loaded
+        return own if is_place_of_names(entry.path) and isinstance(own, list) else Vacant()
+    if isinstance(own, torch.Tensor):
+        return own
+    if len(item.chunks) > 1:
+        raise CheckpointError(
+            f"This was saved in {len(item.chunks)} shards and has no place in the destination, so it is not known how "
+            "to shard it: let the state have such a tensor before it is restored, as get_state_dict of "
+            "torch.distributed.checkpoint.state_dict and TrainingState do for optimizers.",
+            fqn=entry.fqn,
+        )
+    return torch.empty(item.size, dtype=item.properties.dtype)
+
+
+def _replaced(own: Any, given: Any, loaded: Any, filled: set[int]) -> Any:
+    """Return what was loaded, in the containers that the destination has; one that it has twice is copied."""
+    if is_stateful(own):
+        give(own, _of_its_kind(given, loaded))
+        return own
+    if id(own) in filled:
+        return _of_its_kind(own, loaded) if given is own else own
+    if isinstance(own, MutableMapping) and isinstance(loaded, Mapping):
+        filled.add(id(own))
+        for key in [key for key in own if key not in loaded]:
+            del own[key]
+        for key, value in loaded.items():
+            own[key] = _replaced(own[key], given[key], value, filled) if key in own else value
+        return own
+    if isinstance(own, list) and isinstance(loaded, list):
+        filled.add(id(own))
+        kept = [_replaced(*three, filled) for three in zip(own, given, loaded, strict=False)]
+        own[:] = [*kept, *loaded[len(kept) :]]
+        return own
+    return loaded
+
+
+def _of_its_kind(own: Any, loaded: Any) -> Any:
+    """Return what was loaded, in new containers of the kinds that the destination has."""
+    is_dict = isinstance(own, MutableMapping) and isinstance(loaded, Mapping)
+    if not is_dict and not (isinstance(own, list) and isinstance(loaded, list)):
+        return loaded
+    made = copy.copy(own)
+    made.clear()
+    if is_dict:
+        for key, value in loaded.items():
+            made[key] = _of_its_kind(own[key], value) if key in own else value
+    else:
+        kept = [_of_its_kind(one, value) for one, value in zip(own, loaded, strict=False)]
+        made.extend([*kept, *loaded[len(kept) :]])
+    return made

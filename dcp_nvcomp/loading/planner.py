@@ -19,9 +19,17 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, cre
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
-from dcp_nvcomp.calls.flattening import Flattened, Key, Path, flatten_as_stock, replace_at
 from dcp_nvcomp.calls.suggestions import missing_key
-from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
+from dcp_nvcomp.calls.values import (
+    PLAIN_TENSORS,
+    Flattened,
+    Key,
+    Path,
+    flatten_as_stock,
+    is_default_planner,
+    replace_at,
+    unwrapped,
+)
 from dcp_nvcomp.errors import (
     CheckpointError,
     ConfigurationError,
@@ -31,8 +39,8 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.paths import paths_of
-from dcp_nvcomp.loading.destinations import shares_elements
 from dcp_nvcomp.loading.matching import Matched, ParameterNames, match
+from dcp_nvcomp.loading.read_plan import shares_elements
 
 # What certainly takes no tensor. Other values may: a ShardedTensor is not a torch.Tensor.
 _NO_TENSORS: Final = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
@@ -45,7 +53,6 @@ def planner_for(
     may_cast: bool = True,
     may_leave: Collection[str] = (),
 ) -> UnwrappingPlanner:
-    """Return the planner of one load."""
     if planner is None:
         planner = _WholeTensorPlanner(may_cast=may_cast, may_leave=may_leave)
     elif is_default_planner(planner, DefaultLoadPlanner):
@@ -60,12 +67,15 @@ def planner_for(
     return UnwrappingPlanner(planner, failure)
 
 
-class UnwrappingPlanner(LoadPlanner):
-    """Plans a load into what lies under one key."""
+class UnwrappingPlanner:
+    """Plans a load into what lies under one key, as another planner does."""
 
     def __init__(self, planner: LoadPlanner, failure: CheckpointError | None) -> None:
         self._planner = planner
         self.failure = failure
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -73,27 +83,6 @@ class UnwrappingPlanner(LoadPlanner):
         if self.failure is not None:
             raise self.failure
         self._planner.set_up_planner(unwrapped(state_dict), metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        return self._planner.create_local_plan()
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return self._planner.create_global_plan(global_plan)
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return self._planner.finish_plan(central_plan)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self._planner.load_bytes(read_item, value)
-
-    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        return self._planner.resolve_bytes(read_item)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self._planner.resolve_tensor(read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self._planner.commit_tensor(read_item, tensor)
 
 
 class _WholeTensorPlanner(DefaultLoadPlanner):
@@ -182,7 +171,6 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
 
 
 def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None:
-    """Refuse a destination that differs from what was saved, before anything is loaded."""
     if saved is None:
         return
     if type(value) in PLAIN_TENSORS and shares_elements(value):
@@ -276,7 +264,7 @@ def _is_below_empty(state: Mapping[str, Any], path: Path) -> bool:
     return False
 
 
-def with_own_keys(planner: LoadPlanner) -> LoadPlanner:
+def with_own_keys(planner: LoadPlanner) -> Any:
     """Return a planner that knows the destination's keys; the given one, unless it is DCP's and some are not text."""
     if not is_default_planner(planner, DefaultLoadPlanner):
         return planner
@@ -291,16 +279,18 @@ def with_own_keys(planner: LoadPlanner) -> LoadPlanner:
     return _OwnKeys(planner, odd) if odd else planner
 
 
-class _OwnKeys(UnwrappingPlanner):
+class _OwnKeys:
     """DCP's planner for all but objects under such keys."""
 
     def __init__(self, planner: DefaultLoadPlanner, paths: dict[str, Path]) -> None:
-        super().__init__(planner, None)
-        self._state_dict, self._paths = planner.original_state_dict, paths
+        self._planner, self._paths = planner, paths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         path = self._paths.get(read_item.dest_index.fqn)
         if path is None:
-            super().load_bytes(read_item, value)
+            self._planner.load_bytes(read_item, value)
         else:
-            replace_at(self._state_dict, path, torch.load(value, weights_only=False))
+            replace_at(self._planner.original_state_dict, path, torch.load(value, weights_only=False))

@@ -7,7 +7,6 @@ import logging
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_nvcomp.calls.progress import ProgressBar
+from dcp_nvcomp.calls.progress import ProgressBar, report_to
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, ConfigurationError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
@@ -26,11 +25,10 @@ from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_cur
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.items import load_items
-from dcp_nvcomp.loading.job import LoadOptions
+from dcp_nvcomp.loading.job import LoadOptions, LoadStats
 from dcp_nvcomp.loading.planner import with_own_keys
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
-from dcp_nvcomp.loading.stats import LoadStats
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     STOCK_READER,
@@ -302,12 +300,7 @@ class NvcompReader(StorageReader):
         self.last_load = stats
         if self._rank == 0:
             logger.info("%s", stats)
-        if self.on_load is not None:
-            try:
-                self.on_load(stats)
-            except Exception as error:
-                message = f"The checkpoint is loaded, but on_load raised {type(error).__name__}: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        report_to(self.on_load, stats, done="loaded", name="on_load")
 
     def _raise_if_replaced(self, filesystem: Filesystem, error: CheckpointError) -> None:
         """Raise a clearer error if a data file is missing because another save has replaced the checkpoint."""
@@ -346,14 +339,11 @@ class NvcompReader(StorageReader):
 
 
 class Seen(NamedTuple):
-    """What a rank saw."""
-
     save_id: str | None  # id of the save; None if the checkpoint has none, as those of stock DCP
     place: str  # path or URL, without passwords
 
 
 def check_same_save(plans: Sequence[LoadPlan], path: str) -> None:
-    """Raise if the ranks saw different saves."""
     seen: list[Seen] = [plan.storage_data for plan in plans]
     saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
     if len(saves) < 2:

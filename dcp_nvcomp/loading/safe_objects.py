@@ -57,7 +57,6 @@ def _naming(fqn: str) -> Iterator[None]:
 
 
 def load_tensor_safely(data: io.BytesIO, trusted: Sequence[Any] = (), *, crcs: bool = False) -> torch.Tensor:
-    """Load a tensor that `torch.save` wrote, without executing anything in it."""
     loaded = _load(data, trusted, crcs=crcs)
     if not isinstance(loaded, torch.Tensor):
         raise CorruptDataError(f"A {type(loaded).__name__} is stored in place of a tensor.")

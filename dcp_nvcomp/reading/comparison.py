@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dcp_nvcomp.calls.flattening import Path
+from dcp_nvcomp.calls.values import Path
 from dcp_nvcomp.engines.tensors import dtype_name, without_lazy_bits
 from dcp_nvcomp.errors import UnsafeObjectError
 from dcp_nvcomp.format.metadata.paths import has_keys, paths_of

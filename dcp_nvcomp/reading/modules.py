@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dcp_nvcomp.calls.flattening import nested
 from dcp_nvcomp.calls.suggestions import missing_below_prefix
+from dcp_nvcomp.calls.values import nested
 from dcp_nvcomp.errors import ConfigurationError, DtypeMismatchError, MissingKeyError, ShapeMismatchError
 from dcp_nvcomp.format.metadata.paths import paths_below, paths_of
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
         StepSkipped,
         StepsRemoved,
     )
-    from dcp_nvcomp.runs.keep import SavedStep
     from dcp_nvcomp.runs.pruning import Pruning, pin_step, prune_run, unpin_step
     from dcp_nvcomp.runs.state.loaders import ElasticSampler, LoaderPart
     from dcp_nvcomp.runs.step_save import StepSave
+    from dcp_nvcomp.runs.steps import SavedStep
 
 __all__ = [
     "ElasticSampler",
@@ -58,7 +58,7 @@ __getattr__ = lazy_names(
         "maintenance.run_listing": "RunListing list_run",
         "runs.events": "ReplicasDiffer RunReport StepDelayed StepFailed StepRestored StepSaved StepSkipped "
         "StepsRemoved",
-        "runs.keep": "SavedStep",
+        "runs.steps": "SavedStep",
         "runs.pruning": "Pruning pin_step prune_run unpin_step",
         "runs.state.loaders": "ElasticSampler LoaderPart",
         "runs.step_save": "StepSave",

@@ -25,10 +25,12 @@ import torch.distributed as dist
 from dcp_nvcomp.calls.process_groups import give_back, own_groups
 from dcp_nvcomp.calls.ranks import Arrival, Call, expect_same, limit_of, together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError, RanksDifferError, RunInUseError
-from dcp_nvcomp.runs.lease import Lease
+from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.runs.tiers.durable import DurableTier
 
 T = TypeVar("T")
 
+LARGEST_STEP: Final = 1 << 63  # ranks tell each other numbers of 64 bits
 _MOMENT = timedelta(seconds=1)
 
 
@@ -49,7 +51,6 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that acts for all."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
@@ -61,7 +62,6 @@ class Ranks:
         return values
 
     def share(self, value: T | None, source: int = 0) -> T:
-        """Return the value of one rank; those of the others do not count."""
         if self._group is not None:
             values: list[Any] = [value]
             with self._after_all_came():
@@ -138,7 +138,6 @@ class Ranks:
 
 
 def ranks_of_run(group: dist.ProcessGroup | None, call: Call, thread_count: int) -> list[Ranks]:
-    """Return the ranks of a run, for each thread of a manager that has collectives."""
     if group is None:
         return [Ranks(None)] * thread_count
     gone = _Gone()
@@ -159,7 +158,6 @@ class Row:
 
     @property
     def is_over(self) -> bool:
-        """True once all ranks have told theirs; waits a moment for those that are about to."""
         if self._work is None:
             return True
         try:
@@ -198,8 +196,6 @@ _OWN: Final = 4  # numbers of a call, at most
 
 
 class SignalWatch:
-    """Watches for signals; the handlers that were there before come back at the end."""
-
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self.was_told = False
         self._pid = os.getpid()
@@ -260,18 +256,15 @@ class Failures:
 
     @property
     def lost(self) -> int:
-        """The latest save that the fast tier lost; 0 if there is none."""
         return self._lost[0]
 
     def raise_lost(self, made_up_for: int) -> None:
-        """Raise why a save was lost, if no later one made up for it."""
         number, error = self._lost
         if number > made_up_for and error is not None:
             raise error
 
     @property
     def newest(self) -> int:
-        """The latest save that failed and was not raised; 0 if none did."""
         with self._lock:
             return max(self._errors, default=0)
 
@@ -287,9 +280,12 @@ class Failures:
         raise own[-1]
 
 
-class RunCall(NamedTuple):
-    """What a rank calls of its manager."""
+def number_of(step: object) -> int:
+    """Return a step as other ranks are told it; -1 for none, or what is no step."""
+    return step if isinstance(step, int) and 0 <= step < LARGEST_STEP else -1
 
+
+class RunCall(NamedTuple):
     name: str  # of the method
     step: int = -1  # that it is called with; -1 for none
     fallback: bool = True  # option of `restore`
@@ -308,12 +304,8 @@ class RunCall(NamedTuple):
 
 
 class Agreement:
-    """What the ranks agree on."""
-
-    def __init__(
-        self, ranks: Ranks, signals: SignalWatch, failures: Failures, lease: Callable[[], Lease | None], path: str
-    ) -> None:
-        self._ranks, self._signals, self._failures, self._lease, self._path = ranks, signals, failures, lease, path
+    def __init__(self, ranks: Ranks, signals: SignalWatch, failures: Failures, durable: DurableTier) -> None:
+        self._ranks, self._signals, self._failures, self._durable = ranks, signals, failures, durable
         self._pending: Row | None = None
         self.is_preempted = False
         self.lost = 0  # the latest save that the fast tier of any rank lost on its way to the durable one
@@ -360,7 +352,7 @@ class Agreement:
         return [max(values) for values in list(zip(*rows, strict=True))[width:]]
 
     def _known(self) -> list[int]:
-        lease = self._lease()
+        lease = self._durable.lease
         is_lost = lease is not None and lease.is_lost
         return [int(self._signals.was_told), int(is_lost), self._failures.newest, self._failures.lost]
 
@@ -368,8 +360,7 @@ class Agreement:
         told, has_lost_lease, failed, self.lost = agreed[:_KNOWN]
         self.is_preempted = self.is_preempted or bool(told)
         if has_lost_lease:
-            lease = self._lease()
-            if lease is not None:
-                lease.check()
-            raise RunInUseError("Another manager has taken this run over.", path=self._path)
+            self._durable.check_lease()
+            path = without_secrets(self._durable.root)
+            raise RunInUseError("Another manager has taken this run over.", path=path)
         self._failures.raise_up_to(failed)

@@ -49,8 +49,6 @@ _LONGEST_PAUSE_SECONDS: Final = 2.0
 
 @dataclass(frozen=True)
 class Holder:
-    """What a lease says."""
-
     id: str  # of this lease
     run_id: str = ""  # of the job; empty if it has none
     host: str = "?"  # where the job's first rank is
@@ -162,7 +160,6 @@ class Lease:
             raise self._lost
 
     def release(self) -> None:
-        """Give the lease back, so that the next manager need not wait."""
         self._over.set()
         self._thread.join()
         own = self._open_own()
@@ -221,7 +218,6 @@ def _is_file(own: Filesystem, name: str) -> bool:
 
 
 def _read(own: Filesystem, name: str) -> Holder | None:
-    """Return what a lease says; None if it is gone, or says nothing of a holder."""
     try:
         return Holder.of(own.read_all(name, limit_nbytes=_MOST_NBYTES))
     except FormatError:  # far too long
@@ -256,7 +252,6 @@ class _Sight:
 
 
 def _await_free(own: Filesystem, run_id: str | None, lease_seconds: float) -> None:
-    """Return once the lease may be taken over."""
     first = _Sight.of(own)
     if first is None or (first.holder is not None and first.holder.lets_go_for(run_id)):
         return

@@ -12,32 +12,25 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from dcp_nvcomp.calls.ranks import Call, group_of
-from dcp_nvcomp.calls.values import check_state_dict, try_check, try_values_of
+from dcp_nvcomp.calls.values import try_check
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
-from dcp_nvcomp.format.metadata.summary import LEASE, RUN_SECONDS
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
-from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch, ranks_of_run
+from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch, number_of, ranks_of_run
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, EventEmitter, RunReport, StepDelayed, StepRestored, StepSkipped
-from dcp_nvcomp.runs.keep import Best, Keep, KeepRule, SavedStep
-from dcp_nvcomp.runs.lease import Lease
-from dcp_nvcomp.runs.options import ForwardedOptions, RunContext, check_count, check_tiers, job_id
-from dcp_nvcomp.runs.replicas.replicas import replicas_for
+from dcp_nvcomp.runs.options import REPLICAS, ForwardedOptions, RunContext, check_tiers, is_multiple, job_id
+from dcp_nvcomp.runs.replicas import Replicas
 from dcp_nvcomp.runs.restoring.restore import Restoring
-from dcp_nvcomp.runs.starting import SaveStarter
-from dcp_nvcomp.runs.step_save import NewestStep, RunTime, StepSave, check_metrics
-from dcp_nvcomp.runs.steps import RunSteps, StepNames
-from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
+from dcp_nvcomp.runs.step_save import RunProgress, StepSave
+from dcp_nvcomp.runs.steps import Best, Keep, KeepRule, RunSteps, SavedStep, StepNames
+from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import nodes_of_run
-from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
 from dcp_nvcomp.saving.plans.differences import OnDifference
+from dcp_nvcomp.saving.save import end_sequence
 from dcp_nvcomp.storage.open import real_place
 
 logger = logging.getLogger(__name__)
-
-LARGEST_STEP = 1 << 63  # ranks tell each other numbers of 64 bits
 
 _OnBacklog = Literal["wait", "skip"]
 
@@ -120,20 +113,18 @@ class CheckpointManager:
         on_difference: OnDifference = "warn",
         **options: Any,
     ) -> None:
-        self._every = check_count("every", every)
-        self._fast_every = None if fast_every is None else check_count("fast_every", fast_every)
-        check_tiers(fast, fast_every, copies)
-        check_count("fast_keep", fast_keep)
+        check_tiers(every, fast, fast_every, fast_keep, copies)
+        self._fast_every = fast_every
         check_seconds("lease_seconds", lease_seconds)
         self._asynchronous = check_flag("asynchronous", asynchronous)
         self._on_backlog = check_choice("on_backlog", on_backlog, _OnBacklog)
         if keep is not None and not callable(keep):
             raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
-        self._options = ForwardedOptions.of(check_path(root), options, option_names(CheckpointManager))
+        forwarded = ForwardedOptions.of(check_path(root), options, option_names(CheckpointManager))
         check_choice("on_difference", on_difference, OnDifference)
         names = StepNames(step_template)
-        self._durable = DurableTier(check_path(root), names, self._options.storage)
-        limit_nbytes = self._options.own_metadata_limit_nbytes
+        self._durable = DurableTier(check_path(root), names, forwarded.storage)
+        limit_nbytes = forwarded.own_metadata_limit_nbytes
         self._fast = None if fast is None else FastTier(check_path(fast), names, metadata_limit_nbytes=limit_nbytes)
 
         self._group = group_of(process_group, no_dist=False)
@@ -155,55 +146,39 @@ class CheckpointManager:
         self._all_ranks = ranks_of_run(self._group, call, 1 if fast is None else 3)
         self._ranks, fast_ranks, durable_ranks = self._all_ranks * 3 if fast is None else self._all_ranks
         self._events = EventEmitter(on_event, logs=self._ranks.is_first)
-        self._copies = 0 if isinstance(copies, str) else copies
-        self._nodes = nodes_of_run(self._ranks, node, domain, self._copies)
-        self._replicas = replicas_for(copies, self._ranks, self._nodes, self._group)
+        sent = 0 if isinstance(copies, str) else copies
+        nodes = nodes_of_run(self._ranks, node, domain, sent)
+        self._replicas = Replicas(self._ranks, nodes, self._group) if copies == REPLICAS else None
         self._failures = Failures()
-        self._has_last_save = self._is_closed = False
-        self._saves = self._made_up_for = 0
-        self._lease: Lease | None = None
+        self._has_last_save, self._is_closed, self._made_up_for = False, False, 0
         try:
-            there = self._begin(run_id or job_id(), take_over, lease_seconds)
+            there, lease_number = self._begin(run_id or job_id(), take_over, lease_seconds)
             self._signals = SignalWatch(preemption_signals)
         except BaseException:
             self._release()
             raise
         newest = max(there.complete, key=lambda saved: saved.step, default=None)
-        self._newest = NewestStep(None if newest is None else newest.step)
-        self._run_time = RunTime(None if newest is None else newest.run_seconds)
-        path = without_secrets(self._durable.root)
-        self._agreement = Agreement(self._ranks, self._signals, self._failures, lambda: self._lease, path)
+        self._progress = RunProgress(newest, lease_number)
+        self._agreement = Agreement(self._ranks, self._signals, self._failures, self._durable)
         emit = self._events.emit
-        run = RunContext(self._nodes, self._fast, self._durable, keep, fast_keep, self._copies, self._check_lease, emit)
-        self._pipeline = Pipeline(fast_ranks, durable_ranks, run, there, self._failures)
-        self._starter = SaveStarter(
-            self._group, run, self._pipeline, self._options, on_difference, warns=self._ranks.is_first
+        self._run = RunContext(
+            nodes, self._fast, self._durable, keep, fast_keep, sent, every, emit, self._group, forwarded, on_difference
         )
-        self._restoring = Restoring(
-            self._ranks, run, self._pipeline, self._group, self._options.for_durable_reader, self._run_time
-        )
+        self._pipeline = Pipeline(fast_ranks, durable_ranks, self._run, there, self._failures)
+        self._restoring = Restoring(self._ranks, self._run, self._pipeline, self._progress)
 
-    def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> RunSteps:
-        """Take the run, and finish what an earlier manager left unfinished; return the steps that are there."""
+    def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> tuple[RunSteps, int]:
+        """Take the run; return the steps that are there, and the number of the lease."""
 
         def take() -> tuple[str, RunSteps, int]:
-            self._durable.refuse_checkpoint()
-            lease = Lease.take(self._durable.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
-            try:
-                run = self._durable.run()
-                found = self._durable.list()
-                self._durable.remove(dict.fromkeys(found.removing, BEGUN))
-            except BaseException:
-                lease.release()
-                raise
-            self._lease = lease
-            return run, found, lease.number
+            taken = self._durable.take(run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
+            assert self._durable.lease is not None
+            return *taken, self._durable.lease.number
 
-        run, there, self._lease_number = self._ranks.on_first_at_length(take)  # it may watch another lease
-        if self._fast is not None:
-            fast = self._fast
+        run, there, number = self._ranks.on_first_at_length(take)  # it may watch another lease
+        if (fast := self._fast) is not None:
             self._ranks.together(lambda: fast.claim(run))
-        return there
+        return there, number
 
     @property
     def preempted(self) -> bool:
@@ -221,19 +196,15 @@ class CheckpointManager:
             RunInUseError: another manager has taken the run over.
         """
         self._check_open()
-        self._agreement.beside_training(RunCall("should_save", self._number(step)))
+        self._agreement.beside_training(RunCall("should_save", number_of(step)))
         if self._owes or (self.preempted and not self._has_last_save):
             return True
-        return self._is_due(step, self._every) or self._is_due(step, self._fast_every)
+        return self._run.is_due(step) or is_multiple(step, self._fast_every)
 
     @property
     def _owes(self) -> bool:
         """True if a save that was due for the durable tier was lost in the fast one, and none has made up for it."""
         return self._agreement.lost > self._made_up_for
-
-    @staticmethod
-    def _is_due(step: int, every: int | None) -> bool:
-        return every is not None and step > 0 and step % every == 0
 
     def save(
         self, step: int, state: dict[str, Any], *, metrics: Mapping[str, float] | None = None, durable: bool = False
@@ -262,38 +233,39 @@ class CheckpointManager:
             RunInUseError: another manager has taken the run over.
         """
         self._check_open()
-        values, known_metrics, failure = self._checked(step, state, metrics, durable)
-        call = RunCall("save", self._number(step))
+        values, known_metrics, failure = self._progress.checked(step, state, metrics, durable)
+        call = RunCall("save", number_of(step))
         failed, no_room, backlogged, is_asked = self._agreement.now(
             call,
             failure is not None,
-            not self._starter.has_room(values),
+            not self._pipeline.has_room(values),
             self._pipeline.on_their_way > 1,
             failure is None and bool(durable),
         )
         if failed:
             raise failure or RankFailedError("A save was not begun, because another rank has no state for it.")
-        save = self._new_save(step, known_metrics)
+        save = self._progress.new_save(step, known_metrics)
         to_fast = self._fast is not None and not no_room and not self._owes
         is_last = self.preempted or bool(is_asked)
-        due = is_last or not to_fast or self._is_due(step, self._every)
+        due = is_last or not to_fast or self._run.is_due(step)
         if due and backlogged:
             if self._on_backlog == "wait" or is_last:  # the last save is never skipped
                 start = time.perf_counter()
                 self._pipeline.wait_for_uploads(1)
                 self._events.emit(StepDelayed(step, time.perf_counter() - start))
             elif not to_fast:
-                return self._skipped(save)
+                why = "earlier steps are still on their way to the durable tier: it was not saved"
+                self._events.emit(save.skipped(why))
+                return save
             else:
                 due = False
-                self._events.emit(
-                    StepSkipped(step, "earlier steps are still on their way: it goes to the fast tier only")
-                )
-        self._newest.is_now(step)
+                why = "earlier steps are still on their way: it goes to the fast tier only"
+                self._events.emit(StepSkipped(step, why))
+        self._progress.is_now(step)
         replica = self._replicas.replica_of(values, self._pipeline.wait) if self._replicas and to_fast else None
         self._restoring.go_back()
         if to_fast:
-            self._starter.to_fast(save, values, replica, upload=due)
+            self._pipeline.to_fast(save, values, replica, upload=due)
             if due and (is_last or not self._asynchronous):  # nothing comes later that could make up for it
                 save = self._made_sure(save, call, values)
         else:
@@ -306,7 +278,7 @@ class CheckpointManager:
         return save
 
     def _to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
-        self._starter.to_durable(save, values)
+        self._pipeline.to_durable(save, values)
         self._made_up_for = save.number
 
     def _made_sure(self, save: StepSave, call: RunCall, values: dict[str, Any]) -> StepSave:
@@ -318,36 +290,9 @@ class CheckpointManager:
         if self._agreement.lost < save.number:  # fine: it makes up for those before it
             self._made_up_for = max(self._made_up_for, save.number - 1)
             return save
-        again = self._new_save(save.step, save.metrics)
+        again = self._progress.new_save(save.step, save.metrics)
         self._to_durable(again, values)
         return again
-
-    def _checked(
-        self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None, durable: bool
-    ) -> tuple[dict[str, Any], dict[str, float], CheckpointError | None]:
-        """Return the values of a state and the metrics; or why there are none, for which no rank must wait."""
-        try:
-            if check_count("step", step, least=0) >= LARGEST_STEP:
-                raise ConfigurationError(f"step={step} is larger than any step that ranks can agree on, 2**63 - 1.")
-            check_flag("durable", durable)
-            self._newest.refuse_older(step)
-            check_state_dict("save", state)
-            known_metrics = check_metrics(step, metrics)
-        except CheckpointError as error:
-            return {}, {}, error
-        values, failure = try_values_of(state)
-        return values, known_metrics, failure
-
-    def _check_lease(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
-
-    def _skipped(self, save: StepSave) -> StepSave:
-        event = StepSkipped(save.step, "earlier steps are still on their way to the durable tier: it was not saved")
-        self._events.emit(event)
-        save.staged.set_result(None)
-        save.saved.set_result(event)
-        return save
 
     def steps(self) -> tuple[SavedStep, ...]:
         """Return the complete steps of the durable tier, in ascending order; lists the storage.
@@ -386,24 +331,13 @@ class CheckpointManager:
         """
         self._check_open()
         failure = try_check("restore", state, alone=self._group is None)
-        if any(self._agreement.come(RunCall("restore", self._number(step), bool(fallback)), failure is not None)):
+        if any(self._agreement.come(RunCall("restore", number_of(step), bool(fallback)), failure is not None)):
             raise failure or RankFailedError("A restore was not begun, because another rank has no state for it.")
-        event = self._restoring.restore(
-            state,
-            step,
-            fallback=fallback,
-            is_due=lambda number: self._is_due(number, self._every),
-            new_save=self._new_save,
-        )
-        self._newest.is_now(None if event is None else event.step)
+        event = self._restoring.restore(state, step, fallback=fallback)
+        self._progress.is_now(None if event is None else event.step)
         if event is not None:
             self._events.emit(event)
         return event
-
-    def _new_save(self, step: int, metrics: Mapping[str, float]) -> StepSave:
-        self._saves += 1
-        more = {RUN_SECONDS: round(self._run_time.seconds, 6), LEASE: self._lease_number}
-        return StepSave(step, self._saves, metrics, more)
 
     def report(self) -> RunReport:
         """Return what this manager did so far, on this rank."""
@@ -437,11 +371,7 @@ class CheckpointManager:
         self._failures.raise_lost(self._made_up_for)
 
     def _release(self) -> None:
-        if self._lease is not None:
-            try:
-                self._lease.release()
-            except CheckpointError as error:
-                logger.warning("The lease of the run could not be given back, and will run out: %s", error)
+        self._durable.release()
         if self._replicas is not None:
             self._replicas.close()
         for ranks in self._all_ranks:
@@ -459,11 +389,6 @@ class CheckpointManager:
             if error is None:
                 raise
             logger.error("A save failed as well: %s", failure)
-
-    @staticmethod
-    def _number(step: object) -> int:
-        """Return a step as other ranks are told it; -1 for none, or what is no step."""
-        return step if isinstance(step, int) and 0 <= step < LARGEST_STEP else -1
 
     def _check_open(self) -> None:
         if self._is_closed:

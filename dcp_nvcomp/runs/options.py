@@ -8,33 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp_nvcomp.calls.unknown_options import unknown_option
+import torch.distributed as dist
+
+from dcp_nvcomp.calls.suggestions import unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import DEADLINE_OPTION, option_names
 from dcp_nvcomp.runs.events import Event
-from dcp_nvcomp.runs.keep import Keep, KeepRule
+from dcp_nvcomp.runs.steps import Keep, KeepRule
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import Nodes
+from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 REPLICAS: Final = "replicas"
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """What the parts of a manager share."""
-
-    nodes: Nodes
-    fast: FastTier | None
-    durable: DurableTier
-    keep: Keep | KeepRule | None
-    fast_keep: int
-    copies: int  # nodes that get those of each node's files
-    check_lease: Callable[[], None]
-    emit: Callable[[Event], None]
 
 
 @dataclass(frozen=True)
@@ -81,21 +70,44 @@ class ForwardedOptions:
         return {**self.reader, **self.storage}
 
 
+@dataclass(frozen=True)
+class RunContext:
+    nodes: Nodes
+    fast: FastTier | None
+    durable: DurableTier
+    keep: Keep | KeepRule | None
+    fast_keep: int
+    copies: int  # nodes that get those of each node's files
+    every: int
+    emit: Callable[[Event], None]
+    group: dist.ProcessGroup | None
+    options: ForwardedOptions
+    on_difference: OnDifference
+
+    def is_due(self, step: int) -> bool:
+        return is_multiple(step, self.every)
+
+
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Return a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
     return value
 
 
-def check_tiers(fast: Any, fast_every: Any, copies: Any) -> None:
-    """Raise ConfigurationError if options of the fast tier contradict each other."""
+def check_tiers(every: Any, fast: Any, fast_every: Any, fast_keep: Any, copies: Any) -> None:
+    """Raise ConfigurationError if options can't work, or those of the fast tier contradict each other."""
+    check_count("every", every)
+    check_count("fast_keep", fast_keep)
+    if fast_every is not None:
+        check_count("fast_every", fast_every)
     if copies != REPLICAS:
         check_count("copies", copies, least=0)
     if fast is None and (fast_every is not None or copies):
         raise ConfigurationError("fast_every= and copies= are of the fast tier: name its directory with fast=.")
-    if fast is not None:
-        check_count("fast_every", 1 if fast_every is None else fast_every)
+
+
+def is_multiple(step: int, every: int | None) -> bool:
+    return every is not None and step > 0 and step % every == 0
 
 
 def job_id() -> str | None:

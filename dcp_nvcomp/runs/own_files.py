@@ -56,23 +56,19 @@ _ANY_BUCKET: Final = ("s3", "gs")  # the owner of another bucket is sent no secr
 
 
 def is_being_removed(filesystem: Filesystem) -> bool:
-    """Return True if the removal of a step was begun and not finished."""
     return filesystem.file_nbytes(REMOVING) is not None
 
 
 def pinned_steps(own: Filesystem) -> frozenset[int]:
-    """Return the pinned steps."""
     matches = (_PIN_NAME.fullmatch(name) for name in own.list_names())
     return frozenset(int(match[1]) for match in matches if match)
 
 
 def is_pinned(own: Filesystem, step: int) -> bool:
-    """Return True if a step is pinned."""
     return own.file_nbytes(_pin_name_of(step)) is not None
 
 
 def pin(own: Filesystem, at: Filesystem, step: int, find_problem: Callable[[], str]) -> None:
-    """Pin a step."""
     own.refuse_link()
     own.create_directory()
     was_pinned = is_pinned(own, step)
@@ -90,7 +86,6 @@ def pin(own: Filesystem, at: Filesystem, step: int, find_problem: Callable[[], s
 
 
 def unpin(own: Filesystem, step: int) -> None:
-    """Let a step go again; one that is not pinned is fine."""
     own.refuse_link()
     own.remove([_pin_name_of(step)])
 
@@ -107,7 +102,6 @@ def _user_and_host() -> str:
 
 
 def write_kept(own: Filesystem, kept: Mapping[int, tuple[str, ...]]) -> None:
-    """Write down why steps are kept."""
     steps = {str(step): list(reasons) for step, reasons in sorted(kept.items())}
     own.refuse_link()
     own.publish(_KEPT_NAME, json.dumps({"schema": 1, "steps": steps}).encode())
@@ -126,8 +120,6 @@ def read_kept(own: Filesystem) -> dict[int, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Abandoned:
-    """The saves that a run has left behind."""
-
     # ids by step; of what replicas saved each for itself also what these have in common: not all of them may be seen
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
     damaged: frozenset[int] = frozenset()  # the steps of those that turned out damaged
@@ -139,7 +131,6 @@ class Abandoned:
 
 
 def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
-    """Write down which saves are abandoned."""
     own.refuse_link()
     own.create_directory()
     saves = {str(step): sorted(save_ids) for step, save_ids in sorted(abandoned.saves.items())}
@@ -148,7 +139,6 @@ def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
 
 
 def read_abandoned(own: Filesystem) -> Abandoned:
-    """Return the abandoned saves."""
     if own.file_nbytes(_ABANDONED_NAME) is None:
         return Abandoned()
     data = own.read_all(_ABANDONED_NAME, limit_nbytes=_MOST_NBYTES)
@@ -168,7 +158,6 @@ def read_abandoned(own: Filesystem) -> Abandoned:
 
 
 def run_id(own: Filesystem, root: str, storage_options: Mapping[str, Any]) -> str:
-    """Return the id of a run, and draw one if it has none, or has that of the run it is a copy of."""
     place = without_secrets(real_place(root))
     if own.file_nbytes(ID_NAME) is None:
         with contextlib.suppress(ConcurrentSaveError):

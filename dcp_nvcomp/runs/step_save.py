@@ -12,12 +12,17 @@ from typing import Any
 
 import torch
 
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.calls.values import check_state_dict, try_values_of
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.summary import LEASE, REPLICA, RUN_SECONDS, Summary
 from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.options import check_flag
 from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.runs.agreement import LARGEST_STEP
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
+from dcp_nvcomp.runs.options import check_count
 from dcp_nvcomp.runs.own_files import REMOVING
+from dcp_nvcomp.runs.steps import SavedStep
 from dcp_nvcomp.runs.tiers.fast import TO_UPLOAD
 from dcp_nvcomp.saving.commit import FinishedSave, WrittenSave, commit_checkpoint, data_files, to_publish
 from dcp_nvcomp.saving.stats import SaveStats
@@ -61,7 +66,6 @@ class StepSave:
         self._copied_nbytes = self._uploaded_nbytes = 0
 
     def returned(self) -> None:
-        """Note that the caller goes on."""
         self._stall_seconds = time.perf_counter() - self._began_seconds
 
     @property
@@ -74,7 +78,6 @@ class StepSave:
         self._parts = count
 
     def part_ended(self, error: BaseException | None = None) -> bool:
-        """Note that a part has ended."""
         with self._lock:
             self._error = self._error or error
             self._parts -= 1
@@ -82,13 +85,11 @@ class StepSave:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the first part failed that did."""
         return self._error
 
     def reached(
         self, tier: TierName, *, stats: SaveStats | None = None, copied_nbytes: int = 0, uploaded_nbytes: int = 0
     ) -> None:
-        """Note that the step is in another tier."""
         with self._lock:
             self._stats = stats or self._stats
             self._copied_nbytes += copied_nbytes
@@ -113,27 +114,17 @@ class StepSave:
             self.metrics,
         )
 
+    def skipped(self, reason: str) -> StepSkipped:
+        event = StepSkipped(self.step, reason)
+        self.staged.set_result(None)
+        self.saved.set_result(event)
+        return event
+
     def failed(self, error: BaseException) -> StepFailed:
-        """Return what to tell if it failed."""
         return StepFailed(self.step, self.tiers, f"{type(error).__name__}: {error}")
 
 
-class RunTime:
-    """The time of a run, as one manager counts it."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self.go_on_from(seconds)
-
-    def go_on_from(self, seconds: float | None) -> None:
-        self._before_seconds, self._start_seconds = seconds or 0.0, time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return self._before_seconds + time.monotonic() - self._start_seconds
-
-
 def check_metrics(step: int, metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the metrics of a step as plain numbers."""
     found = {}
     for name, value in (metrics or {}).items():
         try:
@@ -194,15 +185,41 @@ class NodePublisher(StepPublisher):
         self.written = WrittenSave(data, save.save_id, data_files(save.metadata), ())
 
 
-class NewestStep:
-    """The newest step of a run, as its manager knows it: steps only grow, so that a save pushes nothing out."""
+class RunProgress:
+    """How far a run is, as its manager counts it. Steps only grow, so that a save pushes nothing out."""
 
-    def __init__(self, step: int | None) -> None:
-        self.step = step
+    def __init__(self, newest: SavedStep | None, lease: int) -> None:
+        self.step = None if newest is None else newest.step
         self._is_unseen = True  # until a restore or a save
+        self._saves, self._lease = 0, lease
+        self.go_on_from(None if newest is None else newest.run_seconds)
+
+    def go_on_from(self, seconds: float | None) -> None:
+        self._before_seconds, self._start_seconds = seconds or 0.0, time.monotonic()
 
     def is_now(self, step: int | None) -> None:
         self.step, self._is_unseen = step, False
+
+    def new_save(self, step: int, metrics: Mapping[str, float]) -> StepSave:
+        self._saves += 1
+        seconds = self._before_seconds + time.monotonic() - self._start_seconds
+        return StepSave(step, self._saves, metrics, {RUN_SECONDS: round(seconds, 6), LEASE: self._lease})
+
+    def checked(
+        self, step: int, state: dict[str, Any], metrics: Mapping[str, float] | None, durable: bool
+    ) -> tuple[dict[str, Any], dict[str, float], CheckpointError | None]:
+        """Return the values of a state and the metrics; or why there are none, for which no rank must wait."""
+        try:
+            if check_count("step", step, least=0) >= LARGEST_STEP:
+                raise ConfigurationError(f"step={step} is larger than any step that ranks can agree on, 2**63 - 1.")
+            check_flag("durable", durable)
+            self.refuse_older(step)
+            check_state_dict("save", state)
+            known_metrics = check_metrics(step, metrics)
+        except CheckpointError as error:
+            return {}, {}, error
+        values, failure = try_values_of(state)
+        return values, known_metrics, failure
 
     def refuse_older(self, step: int) -> None:
         """Raise if a step would be pushed out by what the run has; one that was saved or restored may be replaced."""

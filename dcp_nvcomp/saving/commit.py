@@ -31,7 +31,7 @@ from dcp_nvcomp.format.names import (
     save_metadata_name,
 )
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
+from dcp_nvcomp.saving.plans.kept_plans import PlannedMetadata
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored
 
@@ -63,7 +63,6 @@ def _digest(data: bytes) -> bytes:
 
 
 def refuse_existing(filesystem: Filesystem, *, rank: int | None) -> None:
-    """Raise if there is a checkpoint."""
     names = [METADATA_NAME]
     if rank is not None:
         names.append(rank_metadata_name(rank))
@@ -90,7 +89,6 @@ def _files_of_ranks(filesystem: Filesystem) -> set[str]:
 
 
 def data_files(metadata: Metadata) -> dict[str, int]:
-    """Return the data files that the metadata names, and their sizes."""
     files = {value[0] for value in metadata.storage_data.values()}
     return {file.name: file.nbytes for file in starmap(DataFileRef, files)}
 
@@ -149,7 +147,6 @@ Publisher: TypeAlias = Callable[[Filesystem, FinishedSave], None]
 
 
 def commit_checkpoint(filesystem: Filesystem, save: FinishedSave) -> None:
-    """Publish a checkpoint where its files are."""
     try:
         data = to_publish(save.metadata, filesystem.location(METADATA_NAME), save.summary)
     except CheckpointError:
@@ -170,7 +167,6 @@ class WrittenSave:
 
 
 def commit_files(filesystem: Filesystem, save: WrittenSave, last: LastPublished, *, overwrite: bool) -> None:
-    """Publish a checkpoint whose `.metadata` is made."""
     copy = save_metadata_name(save.save_id)
     try:
         current = files_of_current(filesystem, last, seen=lambda root: _warn_of_stock(filesystem, root))
@@ -215,7 +211,6 @@ def _warn_of_stock(filesystem: Filesystem, root: Root) -> None:
 
 
 def to_publish(metadata: Metadata, path: str, summary: Summary | None) -> bytes:
-    """Return the bytes of `.metadata`."""
     if not isinstance(metadata, PlannedMetadata):
         return metadata_to_publish(metadata, path=path, summary=summary)
     if metadata.plan.is_settled:
@@ -240,7 +235,6 @@ def _is_published(filesystem: Filesystem, save: WrittenSave) -> bool | None:
 
 
 def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int, own_files: Iterable[str]) -> None:
-    """Publish one rank's metadata of a save with `use_collectives=False`."""
     name = rank_metadata_name(rank)
     try:
         data = metadata_to_publish(metadata, path=filesystem.location(name))

@@ -71,7 +71,6 @@ def small_together(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
 def plan_files(
     items: Sequence[WriteItem], rank: int, file_id: str, *, single_file_per_rank: bool, streams: int, file_nbytes: int
 ) -> list[list[PlannedFile]]:
-    """Plan the data files of one rank."""
     if not items:
         return []
     sizes = [planned_nbytes(item) for item in items]
@@ -92,7 +91,6 @@ def file_count(total_nbytes: int, streams: int, file_nbytes: int) -> int:
 
 
 def distribute(sizes: Sequence[int], bins: int) -> list[list[int]]:
-    """Distribute items over bins of about equal size."""
     order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     if bins == 1:
         return [order]

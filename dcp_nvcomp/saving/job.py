@@ -23,24 +23,26 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
+from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.format.collector import collector_paused
-from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile, WrittenFile, small_together
-from dcp_nvcomp.saving.encode.buffers import JobMemory, TaskMemory
+from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
-from dcp_nvcomp.saving.encode.tasks import Task, Tasks
+from dcp_nvcomp.saving.encode.tasks import JobMemory, Task, TaskMemory, Tasks
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
+
+if TYPE_CHECKING:
+    from dcp_nvcomp.saving.rank_save import RankSave
 
 logger = logging.getLogger(__name__)
 
@@ -67,31 +69,26 @@ class _Lane:
 
 
 class SaveJob:
-    """One rank's part of one save."""
-
     def __init__(
         self,
+        part: RankSave,
         filesystem: Filesystem,
         lanes: Sequence[Sequence[PlannedFile]],
-        new_record_maker: Callable[[], RecordMaker],
         resolve: Callable[[WriteItem], Any],
         *,
-        thread_count: int,
-        policy: EnginePolicy,
-        identity: FileIdentity,
-        progress: Callable[[int], None],
+        engine: EngineChoice,
+        remembered: RememberedChoices,
         memory: JobMemory,
-        on_staged: Callable[[], None] | None = None,
-        patience: Patience | None = None,
+        progress: Callable[[int], None],
+        on_staged: Callable[[], None] | None,
+        patience: Patience | None,
     ) -> None:
-        self._filesystem = filesystem
+        self._filesystem, self._options, self._identity = filesystem, part.options, part.identity
         self._lanes = [_Lane(number, files) for number, files in enumerate(lanes)]
-        self._new_record_maker = new_record_maker
-        self._resolve = resolve
-        self._thread_count, self._policy, self._patience = thread_count, policy, patience
-        self._identity = identity
-        self._progress = progress
-        self._memory = memory
+        self._resolve, self._engine, self._remembered = resolve, engine, remembered
+        check = part.options.check_encodes == "all"
+        self._policy = engine.policy(part.options.device_memory_budget, check_encodes=check)
+        self._memory, self._progress, self._patience = memory, progress, patience
         self._host_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_threads = 0
@@ -125,7 +122,7 @@ class SaveJob:
     def _start_and_feed(self) -> None:
         for lane in self._lanes:
             self._workers.start("dcp-write", self._write_lane, lane)
-        for _ in range(self._thread_count):
+        for _ in range(self._options.thread_count):
             if self._patience is None:
                 self._workers.start("dcp-encode", self._encode, self._host_tasks)
             else:
@@ -168,10 +165,10 @@ class SaveJob:
             self._on_staged()
 
     def _feed_lane(self, lane: _Lane) -> Iterator[Task]:
-        tasks = Tasks(partial(self._memory_for, lane.number))
+        tasks, chooser = Tasks(partial(self._memory_for, lane.number)), self._options.chooser
         for file in lane.files:
             lane.messages.put(file)
-            maker = self._new_record_maker()
+            maker = RecordMaker(chooser, self._engine, self._remembered, pack=self._options.single_file_per_rank)
             for items in small_together(file.items):
                 resolved = [(item, self._resolve(item)) for item in items]
                 # a copy from a device may wait for it, and nothing should wait while the collector is paused

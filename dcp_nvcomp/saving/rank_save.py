@@ -1,12 +1,21 @@
-"""One rank's part of one save: `RankSave.run` encodes and writes its files, and `RankResults` say what is in them."""
+"""The saves of a writer, and one rank's part of one: `RankSave.run` writes its files, `RankResults` name what is there.
+
+A save is announced on a thread, by `reset` or `storage_meta`, and begun there by `set_up_storage_writer`. Asynchronous
+saves of one writer may overlap, each on a thread of its own. A prepared one belongs to no thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+import time
+import uuid
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -16,19 +25,24 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, parse_codec
 from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.options import CheckEncodes, Engine, check_budget, check_choice, check_flag, check_seconds
+from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.saving.commit import LastPublished, Orphans
 from dcp_nvcomp.saving.data_files import PlannedFile, WrittenFile, plan_files, planned_nbytes
-from dcp_nvcomp.saving.encode.buffers import BufferMemory, JobMemory
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
-from dcp_nvcomp.saving.encode.records import RecordMaker
+from dcp_nvcomp.saving.encode.tasks import BufferMemory, JobMemory
 from dcp_nvcomp.saving.job import Patience, SaveJob
-from dcp_nvcomp.saving.plans.global_plan import PlacedItems, PlannedMetadata
-from dcp_nvcomp.saving.stats import RankTotals
+from dcp_nvcomp.saving.plans.kept_plans import PlacedItems, PlannedMetadata
+from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.storage.open import open_filesystem, place_of
 from dcp_nvcomp.version import VERSION
+
+if TYPE_CHECKING:
+    from dcp_nvcomp.saving.asynchronous.staging import Staging
 
 Resolve: TypeAlias = Callable[[WriteItem], Any]
 Written: TypeAlias = tuple[list[WrittenFile], RankTotals]
@@ -83,8 +97,6 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class RankSave:
-    """What one rank writes in one save, and where to."""
-
     path: str
     save_id: str
     rank: int
@@ -94,6 +106,10 @@ class RankSave:
     @property
     def nbytes(self) -> int:
         return sum(map(planned_nbytes, self.items))
+
+    @property
+    def identity(self) -> FileIdentity:
+        return FileIdentity(self.save_id, self.save_id, self.rank, {"dcp_nvcomp": VERSION, "torch": torch.__version__})
 
     def open(self) -> contextlib.closing[Filesystem]:
         return contextlib.closing(self.options.open(self.path))
@@ -136,21 +152,17 @@ class RankSave:
                     state_nbytes=self.nbytes,
                     may_use_cuda=engine.may_use_cuda(),
                 )
-            chooser = options.chooser
             job = SaveJob(
+                self,
                 filesystem,
                 lanes,
-                lambda: RecordMaker(chooser, engine, remembered, pack=options.single_file_per_rank),
                 resolve,
-                thread_count=options.thread_count,
-                policy=engine.policy(options.device_memory_budget, check_encodes=options.check_encodes == "all"),
-                patience=patience,
-                identity=FileIdentity(
-                    self.save_id, self.save_id, self.rank, {"dcp_nvcomp": VERSION, "torch": torch.__version__}
-                ),
-                progress=progress,
+                engine=engine,
+                remembered=remembered,
                 memory=memory,
+                progress=progress,
                 on_staged=on_staged,
+                patience=patience,
             )
             return job.run(), job.totals
 
@@ -177,7 +189,6 @@ class RankResults(list[WriteResult]):
 
 
 def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
-    """Return where items are, by their positions in the plan."""
     position_of = {id(item.index): position for position, item in enumerate(plan.items)}
     return PlacedItems(
         tuple(tuple(written.file) for written in files),
@@ -188,8 +199,143 @@ def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
 
 
 def storage_data(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, Any]:
-    """Return where each item is stored."""
     if isinstance(metadata, PlannedMetadata):
         placed = [rank.placed for rank in results if isinstance(rank, RankResults) and rank.placed is not None]
         return metadata.plan.storage_data(placed)
     return {result.index: result.storage_data for rank in results for result in rank}
+
+
+@dataclass
+class Save:
+    path: str = ""  # empty until it is fixed: by `reset` with a place, or when the save begins
+    place: str = ""  # where that is, wherever the process moves to until the save is over
+    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # in the names of its files
+    has_begun: bool = False
+    has_ended: bool = False  # DCP calls nothing more for it on this rank
+    rank: int = 0
+    is_coordinator: bool = False
+    use_collectives: bool = True
+    started_seconds: float = 0.0
+    own_files: tuple[str, ...] = ()  # the data files that this rank wrote
+
+    def stats(self, totals: Sequence[RankTotals]) -> SaveStats:
+        seconds = time.perf_counter() - self.started_seconds
+        return summarize(without_secrets(self.path), self.save_id, totals, seconds)
+
+
+@dataclass(frozen=True)
+class PreparedWrite:
+    """A `RankSave` whose save was begun and planned by one process, to be written by any."""
+
+    save: Save
+    planned_seconds: float
+    rank_save: RankSave
+    engine: EngineChoice
+    process_id: int
+
+    def write(self, resolve: Resolve, remembered: RememberedChoices) -> RankResults:
+        """Encode and write the items; in another process by the CPU engine, as a forked one cannot use CUDA."""
+        engine = self.engine if os.getpid() == self.process_id else EngineChoice("cpu")
+        files, totals = self.rank_save.run(resolve, engine=engine, remembered=remembered)
+        totals.rank, totals.seconds["plan"] = self.save.rank, self.planned_seconds
+        return RankResults.of(files, totals)
+
+
+class Saves:
+    """The latest save of each thread, and what the earlier ones have left; a copy or pickle has the path alone."""
+
+    def __init__(self, path: str, is_explicit: bool = False) -> None:
+        self._path = path
+        self._is_explicit = is_explicit
+        self._local = threading.local()
+        self._owner = threading.current_thread()
+        self._latest: Save | None = None
+        self.orphans, self.last_published = Orphans(), LastPublished()
+        self.unfinished = False  # True on the coordinator while a save is under way, and if it was not published
+
+    def __reduce__(self) -> tuple[type[Saves], tuple[str, bool]]:
+        return type(self), (self._path, self._is_explicit)
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        self._path, self._is_explicit = path, True
+        save = self._own
+        if save is not None and save.has_begun:
+            save.has_ended = True
+        elif save is not None:
+            save.path = ""  # it was announced for another place
+
+    @property
+    def _own(self) -> Save | None:
+        return getattr(self._local, "save", None)
+
+    @property
+    def current(self) -> Save:
+        save: Save = self._local.save
+        return save
+
+    @property
+    def announced(self) -> Save:
+        """The save that this thread is in, else the one that it is about to begin; its `path` may still be empty."""
+        save = self._own
+        return self._announce(Save()) if save is None or save.has_ended else save
+
+    def _announce(self, save: Save) -> Save:
+        self._local.save = self._latest = save
+        return save
+
+    @property
+    def staging(self) -> Staging | None:
+        return getattr(self._local, "staging", None)
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        """Note whether the save that is published meanwhile was."""
+        try:
+            yield
+        except BaseException as error:
+            # it may be published, or may still be: then no rank may remove its files
+            if not isinstance(error, CheckpointError) or error.outcome_unknown:
+                self.unfinished = False
+            raise
+        self.unfinished = False
+
+    @contextmanager
+    def staged_by(self, staging: Staging) -> Iterator[None]:
+        self._local.staging = staging
+        try:
+            yield
+        finally:
+            self._local.staging = None
+
+    def reset(self, place: str) -> None:
+        if place and (threading.current_thread() is self._owner or not self._is_explicit):
+            self._path = place
+        self._announce(Save(place))
+
+    def begin(self, *, rank: int, is_coordinator: bool, use_collectives: bool) -> None:
+        """Begin the announced save of this thread; another one, at its place, if that has begun and failed."""
+        save = self.announced
+        if save.has_begun:
+            save = self._announce(Save(save.path))
+        save.path = save.path or self._path
+        save.place = place_of(save.path)
+        save.rank, save.is_coordinator, save.use_collectives = rank, is_coordinator, use_collectives
+        save.started_seconds = time.perf_counter()
+        save.has_begun = True
+
+    @property
+    def checkpoint_id(self) -> str:
+        save = self._own
+        return self._path if save is None or save.has_ended else save.path or self._path
+
+    @property
+    def save_id(self) -> str:
+        save = self._own
+        if save is None or save.has_ended:
+            save = self._latest or self.announced
+        return save.save_id

@@ -1,29 +1,45 @@
-"""Save by one call instead of `dcp.save` with an `NvcompWriter`, and with a plan that is kept from save to save."""
+"""`save` and `async_save`: one call instead of `dcp.save` with an `NvcompWriter`, and a plan that is kept for later.
+
+An asynchronous save runs on a thread and process groups of its own. Tensors on a GPU are encoded there, and what they
+came to is staged in segments (asynchronous/segments.py). What is in host memory is copied to shared memory
+(asynchronous/staging.py). Where a process of our own does not find the storage, or training leaves no core for it, host
+tensors too are encoded before the call returns: in the background that would take as much from training (measured with
+2 ranks on 2 cores, docs/performance/asynchronous.md).
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import posixpath
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, together
-from dcp_nvcomp.calls.unknown_options import refuse_path
-from dcp_nvcomp.calls.values import check_given_storage, is_default_planner, try_check, try_values_of, wrapped
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.calls.ranks import Call, dcp_errors, group_of
+from dcp_nvcomp.calls.suggestions import storage_of
+from dcp_nvcomp.calls.values import is_default_planner, leaves, try_check, try_values_of, wrapped
+from dcp_nvcomp.codecs.choose import needs_gpu
+from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
 from dcp_nvcomp.options import check_choice, option_names
+from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
+from dcp_nvcomp.saving.asynchronous.staging import CopiedWrite, Staging
 from dcp_nvcomp.saving.plans.differences import OnDifference
-from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
+from dcp_nvcomp.saving.plans.kept_plans import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
+from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.open import real_place
+from dcp_nvcomp.storage.processes import is_known_elsewhere
 
 
 def save(
@@ -75,7 +91,8 @@ def save(
         ['w']
     """
     check_choice("on_difference", on_difference, OnDifference)
-    writer = writer_for("save", storage_writer, checkpoint_id, writer_options)
+    known = option_names(NvcompWriter)
+    writer = storage_of("save", NvcompWriter, storage_writer, checkpoint_id, writer_options, known)
     group = group_of(process_group, no_dist=no_dist)
     refusal = try_check("save", state_dict, alone=group is None)
     values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
@@ -89,26 +106,12 @@ def save(
 _PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")
 
 
-def writer_for(
-    call: str, writer: NvcompWriter | None, checkpoint_id: str | os.PathLike[str] | None, options: Mapping[str, Any]
-) -> NvcompWriter:
-    """Return the writer that was given, or one made from the options."""
-    if writer is not None:
-        check_given_storage(call, writer, NvcompWriter, "writer", options)
-        return writer
-    refuse_path(options, option_names(NvcompWriter))
-    if checkpoint_id is None:
-        raise ConfigurationError(f"{call} needs a checkpoint_id or a storage_writer.")
-    return NvcompWriter(checkpoint_id, **options)
-
-
 def planner_for(
     planner: SavePlanner | None,
     writer: NvcompWriter,
     failure: CheckpointError | None = None,
     on_difference: OnDifference = "warn",
 ) -> KeepingPlanner:
-    """Return the planner of one save."""
     is_ours = type(writer) is NvcompWriter
     return KeepingPlanner(planner, may_keep=is_ours, failure=failure, on_difference=on_difference)
 
@@ -138,20 +141,219 @@ def run_save(
     planner: KeepingPlanner,
     group: dist.ProcessGroup | None,
 ) -> Metadata:
-    """Save."""
-    failed: BaseException | None = None
-    try:
-        with together(group):
-            metadata: Metadata = dcp_save(
-                wrapped(values),
-                checkpoint_id=checkpoint_id,
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                no_dist=group is None,
-            )
-    except CheckpointException as error:  # of any ranks, the same on all of them
-        failed = error_of_ranks(error, group)
-    if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
-        raise failed
+    with dcp_errors(group):
+        metadata: Metadata = dcp_save(
+            wrapped(values),
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=group is None,
+        )
     return metadata.plain() if isinstance(metadata, PlannedMetadata) else metadata
+
+
+logger = logging.getLogger(__name__)
+
+_Wait = Literal["staged", "nothing"]
+
+
+@dataclass(frozen=True)
+class AsyncSave:
+    """An asynchronous save under way; the fields are those of DCP's `AsyncSaveResponse`.
+
+    Attributes:
+        staging_completion: done when the state may change; has the error if staging failed on this rank.
+        upload_completion: done when the checkpoint is published; its result is DCP's `Metadata`, from which
+            `SaveStats.of` has sizes and times. It has the error if the save failed on any rank.
+    """
+
+    staging_completion: Future[None]
+    upload_completion: Future[Metadata]
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
+    storage_writer: NvcompWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    wait: _Wait = "staged",
+    on_difference: OnDifference = "warn",
+    **writer_options: Any,
+) -> AsyncSave:
+    """Save a state dict in the background; return when the state may change again. All ranks have to call this.
+
+    Tensors on a GPU are encoded there, and only what they come to is held in host memory until it is written. Tensors
+    in host memory are copied and encoded by another process, if training leaves a core for it and it finds the same
+    storage (not `memory://`, nor a filesystem whose class was registered with fsspec here), else encoded at once.
+    Collectives run over gloo groups made for the purpose, so those of training may be on NCCL, and never meet those of
+    a save. The next save is staged while this one is still written; the one after that waits until this one is over.
+    Checkpoints are published in order.
+
+    Args:
+        state_dict: what to save. `state_dict()` of its Stateful values is called here.
+        checkpoint_id: path or URL of the checkpoint. Optional with a `storage_writer`.
+        storage_writer: writes it; by default an `NvcompWriter` for `checkpoint_id` with `writer_options`.
+        planner: plans it; by default DCP's `DefaultSavePlanner`. It belongs to this save until that is staged.
+        process_group: the ranks that save; by default all. The first save over a group makes groups of our own: where
+            several threads save, let one thread make these first ones, in the same order on all ranks.
+        no_dist: if True, save in this process alone.
+        wait: `"staged"` returns when the state may change. `"nothing"` returns at once: if a tensor of the state
+            is changed before `staging_completion` is done, the checkpoint mixes old and new values. Python objects are
+            those of the call in both cases: its thread pickles them.
+        on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
+            checkpoint keeps one: `"warn"`, once for the same keys, or `"error"`, before anything is written. Large
+            tensors are compared by a sample, and with a `planner` of another class nothing is.
+        **writer_options: of the `NvcompWriter` to make.
+
+    Returns:
+        The futures of the save. An error of this save is in them; the next one raises it if it was not looked at.
+
+    Raises:
+        ConfigurationError: the arguments contradict each other; nothing was saved.
+        EarlierSaveError: an earlier save failed, on any rank, and its future was not looked at; raised on all ranks,
+            and nothing was saved. With `wait="nothing"` it is in the futures.
+        RanksDifferError: not all ranks make this save: one did not come within the time limit of the process group, or
+            saves to another path; nothing was saved. With `wait="nothing"` it is in the futures, but for the first
+            save over a process group.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from dcp_nvcomp import async_save
+        >>> state = {"w": torch.arange(4.0)}
+        >>> saving = async_save(state, tempfile.mkdtemp(), no_dist=True)
+        >>> _ = state["w"].zero_()  # the state was staged
+        >>> metadata = saving.upload_completion.result()
+        >>> sorted(metadata.state_dict_metadata)
+        ['w']
+    """
+    check_choice("wait", wait, _Wait)
+    check_choice("on_difference", on_difference, OnDifference)
+    known = option_names(NvcompWriter)
+    writer = storage_of("async_save", NvcompWriter, storage_writer, checkpoint_id, writer_options, known)
+    process_group = group_of(process_group, no_dist=no_dist)
+    refusal = try_check("async_save", state_dict, alone=process_group is None)
+    # if it failed, begin all the same, as the other ranks do
+    values, failure = ({}, refusal) if refusal is not None else try_values_of(state_dict)
+    keeping = planner_for(planner, writer, failure, on_difference)
+    call = call_for("async_save", writer, checkpoint_id, planner, on_difference)
+    streams = CallersStreams(values)
+    if wait == "nothing":
+        keeping.pickle_now(values)
+
+    def release() -> None:
+        keeping.release()
+        values.clear()
+
+    begun: Staging | None = None
+    try:
+        with process_state().lock:  # saves of several threads, one after the other
+            sequence = process_state().sequence(process_group, call)
+            sequence.wait_for_room()
+            staging = begun = Staging(
+                process_state().stores,
+                release,
+                sequence.last,
+                _copied_write(writer, checkpoint_id),
+                is_waited_for=wait == "staged",
+            )
+            keeping.pickles_by(staging.on_caller)
+            staging.within_seconds = writer.options.finish_within_seconds
+
+            def save(group: dist.ProcessGroup | None) -> Metadata:
+                with streams.followed(), writer.staged_by(staging):
+                    keeping.agree(values, group, call)
+                    if keeping.kept_items is not None:
+                        staging.copy_early(
+                            keeping.kept_items, keeping.resolve_data, writer.options.staging_budget_nbytes
+                        )
+                    metadata = run_save(values, checkpoint_id, writer, keeping, group)
+                try:
+                    keeping.comparison.warn(stacklevel=1)
+                except RuntimeWarning as warning:  # made an error by a filter: but the save is there
+                    logger.warning("%s", warning)
+                return metadata
+
+            upload = sequence.begin(save, staging, call)
+        if failure is not None:
+            upload.wait()
+        error = staging.wait() if wait == "staged" and failure is None else None
+    except BaseException as interrupt:
+        if begun is not None:
+            begun.interrupted(interrupt)
+        raise
+    if failure is not None:
+        upload.was_looked_at = True
+        raise failure
+    if isinstance(error, EarlierSaveError | RanksDifferError):
+        upload.was_looked_at = True
+        raise error
+    staging.returned()
+    return AsyncSave(staging.completion, upload)
+
+
+def end_sequence(process_group: dist.ProcessGroup) -> None:
+    """Wait for the asynchronous saves over a process group, and give up the groups that they used."""
+    with process_state().lock:
+        process_state().end_sequence(process_group)
+
+
+def _copied_write(writer: NvcompWriter, checkpoint_id: str | os.PathLike[str] | None) -> CopiedWrite | None:
+    """Return what copies the state; None if it is to be encoded while the caller waits."""
+    if needs_gpu(writer.options.chooser) or not is_available():
+        return None
+    if not is_known_elsewhere(checkpoint_id or writer.path) or not has_spare_core():
+        return None
+    return CopiedWrite(process_state().shared, process_state().stores.budget, process_state().background)
+
+
+def has_spare_core() -> bool:
+    """True if each rank of this host has a core beside those on which it trains."""
+    threads = 1 if torch.cuda.is_available() else torch.get_num_threads()
+    return spare_core_count(len(os.sched_getaffinity(0)), _local_rank_count(), threads=threads) > 0
+
+
+def spare_core_count(cores: int, ranks: int, *, threads: int) -> int:
+    return cores // ranks - threads
+
+
+def _local_rank_count() -> int:
+    """Return how many ranks this host has: as torchrun says, else all of them, as where they are is not known."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdecimal() and int(local):
+        return int(local)
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class CallersStreams:
+    """What the caller has queued on the devices of a state by now. To be made on the caller's thread."""
+
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self._current: int | None = None
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+        if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        self._current = torch.cuda.current_device()
+        tensors = (value for value in leaves(state_dict) if isinstance(value, torch.Tensor))
+        devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        for device in devices | {torch.device("cuda", self._current)}:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+            self._events[device] = event
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """On another thread: make streams current that wait for what the caller had queued."""
+        with ExitStack() as stack:
+            if self._current is not None:
+                torch.cuda.set_device(self._current)
+            for device, event in self._events.items():
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                stream.wait_event(event)
+                stack.enter_context(torch.cuda.stream(stream))
+            if self._current is not None:  # the last stream's device became the current one
+                stack.enter_context(torch.cuda.device(self._current))
+            yield

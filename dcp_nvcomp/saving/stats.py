@@ -230,7 +230,6 @@ def _readable(nbytes: int) -> str:
 
 
 def summarize(checkpoint_id: str, save_id: str, ranks: Sequence[RankTotals], total_seconds: float) -> SaveStats:
-    """Combine the measurements of all ranks of a save."""
     by_codec: dict[str, Totals] = {}
     by_dtype: dict[str, Totals] = {}
     seconds: dict[str, float] = {}

@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from dcp_nvcomp.calls.progress import ProgressBar
+from dcp_nvcomp.calls.progress import ProgressBar, report_to
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.engines.choice import EngineChoice
@@ -44,11 +43,18 @@ from dcp_nvcomp.options import (
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.commit import FinishedSave, Publisher, commit_checkpoint, commit_rank, refuse_existing
-from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.plans.kept_plans import check_same_place
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
-from dcp_nvcomp.saving.rank_save import RankResults, RankSave, SaveOptions, Written, storage_data
-from dcp_nvcomp.saving.saves import PreparedWrite, Save, Saves
+from dcp_nvcomp.saving.process_state import process_state
+from dcp_nvcomp.saving.rank_save import (
+    PreparedWrite,
+    RankResults,
+    RankSave,
+    Save,
+    SaveOptions,
+    Saves,
+    storage_data,
+)
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 
@@ -276,11 +282,15 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         save, is_kept = self._saves.current, isinstance(planner, KeepingPlanner) and planner.is_kept
         self._remove_orphans(plan)
         planned_seconds = time.perf_counter() - save.started_seconds
-        written, totals = self._write(plan, planner)
+        staging, engine, remembered = self._saves.staging, self._engine_choice, process_state().choices
+        part = RankSave(save.place, save.save_id, save.rank, plan.items, self.options)
+        with ProgressBar("saving", part.nbytes, enabled=self.progress and save.rank == 0) as bar:
+            write = part.run if staging is None else partial(staging.write, part)
+            written, totals = write(planner.resolve_data, engine=engine, remembered=remembered, progress=bar.update)
         results = RankResults.of(written, totals, plan if is_kept else None)
         totals.rank, totals.seconds["plan"] = save.rank, planned_seconds
-        if self._saves.staging is not None:
-            self._saves.staging.measure(totals)
+        if staging is not None:
+            staging.measure(totals)
         self._note_written(save, totals)
         if save.use_collectives:
             self._saves.orphans.wrote(save.place, save.own_files)
@@ -326,14 +336,6 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """Commit a prepared save, on the coordinator, after `written`; as `finish`, on any thread."""
         self._finish(prepared.save, metadata, results)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> Written:
-        save, staging = self._saves.current, self._saves.staging
-        part = RankSave(save.place, save.save_id, save.rank, plan.items, self.options)
-        engine, remembered = self._engine_choice, process_state().choices
-        with ProgressBar("saving", part.nbytes, enabled=self.progress and save.rank == 0) as bar:
-            write = part.run if staging is None else partial(staging.write, part)
-            return write(planner.resolve_data, engine=engine, remembered=remembered, progress=bar.update)
-
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the save; called by DCP on the coordinator (with `use_collectives=False`, on each rank).
 
@@ -371,12 +373,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         save.has_ended = True
         if save.is_coordinator:
             logger.info("%s", stats)
-        if self.on_save is not None:
-            try:
-                self.on_save(stats)
-            except Exception as error:
-                message = f"The checkpoint is saved, but on_save raised {type(error).__name__}: {error}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+        report_to(self.on_save, stats, done="saved", name="on_save")
 
     def storage_meta(self) -> StorageMeta:
         """Return place and id of the save that this thread is in, or is about to begin; called by DCP."""

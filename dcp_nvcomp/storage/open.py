@@ -15,7 +15,7 @@ from typing import Any, Final
 import fsspec
 import fsspec.config
 
-from dcp_nvcomp.calls.unknown_options import advice_for, unknown_option
+from dcp_nvcomp.calls.suggestions import advice_for, unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, not_a_path
 from dcp_nvcomp.redaction import Redactor

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
-from dcp_nvcomp.codecs import planes_literals as module
+from dcp_nvcomp.codecs import registry as module
 from dcp_nvcomp.codecs.base import U8, BlockRow, EncodedBlock
-from dcp_nvcomp.codecs.planes_literals import PlanesLiterals, planes_literals
+from dcp_nvcomp.codecs.registry import PlanesLiterals, planes_literals
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CorruptDataError
 from tests.effort import THOROUGH, examples

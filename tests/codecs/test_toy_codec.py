@@ -30,7 +30,7 @@ from dcp_nvcomp.codecs.registry import CODECS, check_chain
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import ConfigurationError, CorruptDataError, FormatError, UnknownCodecError
 from dcp_nvcomp.loading import decoder
-from dcp_nvcomp.saving.encode import buffers
+from dcp_nvcomp.saving.encode import tasks as buffers
 from tests.checkpoints import assert_loads, data_file, flip, save
 from tests.engines.kernels_on_cpu import ReferenceKernels
 from tests.engines.nvcomp_stand_in import StandInDevice

@@ -168,7 +168,7 @@ def _one_more_on_a_rank(path: Path) -> list[str]:
             said.append(str(error))
         if seed == 0 and dist.get_rank() == 0:
             from dcp_nvcomp.calls.ranks import Call
-            from dcp_nvcomp.saving.kept import process_state
+            from dcp_nvcomp.saving.process_state import process_state
 
             process_state().sequence(dist.group.WORLD, Call("async_save"))._count += 1
     return said

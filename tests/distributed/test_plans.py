@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors, load, save
-from dcp_nvcomp.saving.kept import forget_all
+from dcp_nvcomp.saving.process_state import forget_all
 from tests.checkpoints import assert_loads
 from tests.conformance.sabotage import Sabotage
 from tests.saving.plans.test_kept import places, planning

@@ -13,9 +13,9 @@ from benchmarks.staging import staged_by
 from dcp_nvcomp import SaveStats, async_save
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.tensors import plain_allocate
-from dcp_nvcomp.saving import kept as keeping
+from dcp_nvcomp.saving import process_state as keeping
 from dcp_nvcomp.saving.asynchronous import segments
-from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.process_state import process_state
 from tests.checkpoints import assert_loads
 from tests.states import State
 

@@ -26,7 +26,7 @@ from dcp_nvcomp.engines.cuda.pool import EnginePool, run_self_test
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving.encode import buffers
+from dcp_nvcomp.saving.encode import tasks as buffers
 from tests.checkpoints import load_into
 from tests.states import assert_same, blank
 

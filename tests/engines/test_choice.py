@@ -22,7 +22,7 @@ from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, find_reason
 from dcp_nvcomp.engines.tensors import PinnedMemory, plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving.encode import buffers
+from dcp_nvcomp.saving.encode import tasks as buffers
 from tests.checkpoints import assert_loads, save
 
 from .kernels_on_cpu import ReferenceKernels

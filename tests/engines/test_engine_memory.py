@@ -23,7 +23,7 @@ from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving.encode import buffers
+from dcp_nvcomp.saving.encode import tasks as buffers
 from tests.checkpoints import load_into, save
 
 from .cases import BUDGET

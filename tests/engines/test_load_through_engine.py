@@ -18,8 +18,8 @@ from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CorruptDataError
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.loading import job as loading
-from dcp_nvcomp.loading.destinations import Region
 from dcp_nvcomp.loading.job import LoadJob, LoadOptions
+from dcp_nvcomp.loading.read_plan import Region
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import load_into, save

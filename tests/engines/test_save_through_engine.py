@@ -26,10 +26,11 @@ from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.format.names import data_file_name
 from dcp_nvcomp.saving import rank_save
 from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile
-from dcp_nvcomp.saving.encode import buffers, choices
-from dcp_nvcomp.saving.encode.buffers import BufferMemory, cuda_room_nbytes
+from dcp_nvcomp.saving.encode import choices
+from dcp_nvcomp.saving.encode import tasks as buffers
 from dcp_nvcomp.saving.encode.sources import PendingRecord
-from dcp_nvcomp.saving.kept import forget_all
+from dcp_nvcomp.saving.encode.tasks import BufferMemory, cuda_room_nbytes
+from dcp_nvcomp.saving.process_state import forget_all
 from tests.checkpoints import assert_loads, save
 
 from .nvcomp_stand_in import NvcompStandIn

@@ -26,7 +26,7 @@ from dcp_nvcomp.engines.cuda.pool import run_self_test
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.loading import decoder as decoding
-from dcp_nvcomp.saving.encode import buffers
+from dcp_nvcomp.saving.encode import tasks as buffers
 from tests.checkpoints import assert_loads, load, save
 from tests.states import assert_same
 

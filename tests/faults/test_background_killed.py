@@ -20,7 +20,7 @@ from benchmarks.staging import staged_by
 from dcp_nvcomp import NvcompWriter, async_save
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec
-from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.process_state import process_state
 from tests.checkpoints import file_names
 
 from . import forked

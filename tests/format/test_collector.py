@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.format import collector
 from dcp_nvcomp.format.collector import collector_paused
-from dcp_nvcomp.saving.encode.buffers import BufferPool
 from dcp_nvcomp.saving.encode.records import RecordMaker
+from dcp_nvcomp.saving.encode.tasks import BufferPool
 from tests.faults import forked
 
 
@@ -92,7 +92,7 @@ def test_a_forked_child_has_its_collector() -> None:
     code = """
 import gc, os
 from dcp_nvcomp.format.collector import collector_paused
-from dcp_nvcomp.saving.encode.buffers import BufferPool
+from dcp_nvcomp.saving.encode.tasks import BufferPool
 from dcp_nvcomp.saving.encode.records import RecordMaker
 with collector_paused():
     child = os.fork()

@@ -11,7 +11,7 @@ import torch
 
 from dcp_nvcomp import ConfigurationError, SaveStats, load, save
 from dcp_nvcomp.integrations.metrics import OpenTelemetry, Prometheus, TensorBoard, WeightsAndBiases
-from dcp_nvcomp.loading.stats import LoadStats
+from dcp_nvcomp.loading.job import LoadStats
 
 STATE_NBYTES = 4 << 20
 

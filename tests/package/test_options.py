@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors, options
-from dcp_nvcomp.calls.unknown_options import ONLY_LOADS, ONLY_SAVES, unknown_option
+from dcp_nvcomp.calls.suggestions import ONLY_LOADS, ONLY_SAVES, unknown_option
 from dcp_nvcomp.maintenance.opening import READER_OPTIONS
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dcp_nvcomp import ConfigurationError, SaveStats, StorageError, load, save, tools
-from dcp_nvcomp.loading.stats import LoadStats
+from dcp_nvcomp.loading.job import LoadStats
 from dcp_nvcomp.reporting import RankTimes, slowest_rank
 from dcp_nvcomp.saving.stats import RankStats, Totals
 

@@ -176,7 +176,7 @@ def test_the_last_save_makes_up_for_one_that_is_lost_meanwhile_and_is_saved_once
 
     def go_back_of_the_last(restoring: Restoring) -> None:
         go_back(restoring)
-        if manager._newest.step == 30:  # the ranks have agreed on this save, when nothing was lost
+        if manager._progress.step == 30:  # the ranks have agreed on this save, when nothing was lost
             begun.set()
 
     monkeypatch.setattr(PosixOutput, "write", full)
@@ -359,7 +359,7 @@ def test_a_durable_step_that_a_restore_found_damaged_lets_nothing_go(disk: Small
     with _manager(tmp_path, disk.path, fast_keep=3) as manager:
         with pytest.warns(RuntimeWarning, match="Step 20 is damaged"):
             assert _restored(manager) == 10
-        assert not manager._starter.has_room(_state(30))
+        assert not manager._pipeline.has_room(_state(30))
         assert _steps(disk.path) == [10]
 
 

@@ -216,4 +216,4 @@ def _fast_nbytes(place: Path, copies: int) -> int:
     with jobs.manager_of(place, fast_every=10, copies=copies) as manager:
         manager.save(10, jobs.state_of(10))
         manager.wait()
-        return manager._pipeline.fast_nbytes
+        return manager._pipeline._fast_stage.step_nbytes

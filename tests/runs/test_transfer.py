@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.runs.agreement import Ranks
-from dcp_nvcomp.runs.tiers import transfer
-from dcp_nvcomp.runs.tiers.nodes import Transfer, rounds
-from dcp_nvcomp.runs.tiers.transfer import move_files, upload_files
+from dcp_nvcomp.runs.tiers import nodes as transfer
+from dcp_nvcomp.runs.tiers.nodes import Transfer, move_files, rounds, upload_files
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.distributed.launch import RankPool

@@ -319,13 +319,13 @@ def test_a_manager_that_lost_the_run_commits_and_prunes_nothing_more(tmp_path: P
     first = _manager(tmp_path, keep=Keep(last=1), lease_seconds=0.2)
     first.save(10, _state(10)).saved.result(60)
     second = CheckpointManager(tmp_path / "run", every=10, take_over=True, preemption_signals=())
-    assert first._lease is not None
-    until_lost(first._lease)
+    assert first._durable.lease is not None
+    until_lost(first._durable.lease)
     first._has_last_save = False
     with pytest.raises(RunInUseError):
         first.save(20, _state(20))
     with pytest.raises(RunInUseError):
-        first._check_lease()
+        first._durable.check_lease()
     first.close()
     second.close()
     assert steps_in(tmp_path / "run") == [10]

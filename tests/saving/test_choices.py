@@ -11,11 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.codecs.auto import Judge, Look
 from dcp_nvcomp.codecs.base import U8, ElementType
+from dcp_nvcomp.codecs.choose import Judge, Look
 from dcp_nvcomp.saving.encode.choices import AutoChoice
 from dcp_nvcomp.saving.encode.sources import Workbench
-from dcp_nvcomp.saving.kept import forget_all
+from dcp_nvcomp.saving.process_state import forget_all
 from tests.checkpoints import assert_loads
 
 SHAPE = (400, 300)

@@ -17,9 +17,8 @@ from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from dcp_nvcomp.format.blocks import BlockGrid
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.saving.data_files import PlannedFile, distribute, file_count, plan_files, planned_nbytes, small_together
-from dcp_nvcomp.saving.encode.buffers import BufferPool, Cancelled
 from dcp_nvcomp.saving.encode.sources import CudaSource, HostSource, PendingRecord, Source
-from dcp_nvcomp.saving.encode.tasks import Task, Tasks
+from dcp_nvcomp.saving.encode.tasks import BufferPool, Cancelled, Task, Tasks
 
 BLOCK = 64
 CHAIN = CodecChain(Bytes())

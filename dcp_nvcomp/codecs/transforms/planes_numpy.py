@@ -32,7 +32,6 @@ def _high_halves(block: U8, width: int, tile: slice) -> U16:
 
 
 def split_floats(block: U8, width: int, low: U8 | None, rest: U8, exponent: U8) -> int:
-    """Split floats into planes."""
     _check(block, width, low, rest, exponent)
     seen = 0
     for tile in _tiles(exponent.size):
@@ -55,7 +54,6 @@ def split_floats(block: U8, width: int, low: U8 | None, rest: U8, exponent: U8) 
 
 
 def merge_floats(block: U8, width: int, low: U8 | None, rest: U8, exponent: U8) -> None:
-    """Put floats together again: `block` receives what `split_floats` took apart."""
     _check(block, width, low, rest, exponent)
     for tile in _tiles(exponent.size):
         high = exponent[tile].astype(np.uint16)
@@ -103,7 +101,6 @@ def pack_rest(rest: U8) -> None:
 
 
 def unpack_rest(packed: U8, rest: U8, is_negative: bool) -> None:
-    """Unpack what `pack_rest` packed."""
     eighth = rest.size // 8
     if packed.size != rest.size - eighth:
         raise ValueError("The packed plane is not that of this block.")

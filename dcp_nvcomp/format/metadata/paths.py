@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from dcp_nvcomp.calls.flattening import Key, Path, fqn_of, is_key
+from dcp_nvcomp.calls.values import Key, Path, fqn_of, is_key
 from dcp_nvcomp.errors import ConfigurationError
 
 _KEYS: Final = ".keys"

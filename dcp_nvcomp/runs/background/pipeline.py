@@ -8,38 +8,47 @@ that tier, and if it was due in the durable one, the next save makes up for it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 
-from dcp_nvcomp.errors import StorageError
+from dcp_nvcomp.calls.values import leaves
+from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.runs.agreement import Failures, Ranks
-from dcp_nvcomp.runs.background.stages import DurableStage, FastStage
-from dcp_nvcomp.runs.background.threads import Background, OnTheirWay
+from dcp_nvcomp.runs.background.stages import Background, DurableStage, FastStage, OnTheirWay
+from dcp_nvcomp.runs.events import StepSkipped
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned
-from dcp_nvcomp.runs.replicas.comparing import written_by
-from dcp_nvcomp.runs.step_save import NodePublisher, StepSave
+from dcp_nvcomp.runs.replicas import Replica, written_by
+from dcp_nvcomp.runs.step_save import NodePublisher, StepPublisher, StepSave
 from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.fast import Room
-from dcp_nvcomp.runs.tiers.transfer import SourceError
-from dcp_nvcomp.saving.asynchronous.async_save import AsyncSave
+from dcp_nvcomp.runs.tiers.nodes import SourceError
+from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
 from dcp_nvcomp.saving.commit import WrittenSave
+from dcp_nvcomp.saving.save import AsyncSave, async_save
 from dcp_nvcomp.saving.stats import SaveStats
+from dcp_nvcomp.saving.writer import NvcompWriter
 
 logger = logging.getLogger(__name__)
 
+_SPARE = 1.1  # the next step may be a little larger than the last
 _Note = Callable[[int, BaseException], None]
 
 
 class Pipeline:
-    """The threads of a manager; `room` is that in the fast tier, if there is one."""
-
     def __init__(
         self, fast_ranks: Ranks, durable_ranks: Ranks, run: RunContext, there: RunSteps, failures: Failures
     ) -> None:
-        self._fast_ranks, self._emit, self._failures = fast_ranks, run.emit, failures
+        self._fast_ranks, self._run, self._emit, self._failures = fast_ranks, run, run.emit, failures
+        self._fast, self._durable = run.fast, run.durable
+        self._warns = fast_ranks.is_first
         self._on_their_way = OnTheirWay(run.durable)
         self._durable_stage = DurableStage(durable_ranks, run, there)
         self._durable_thread = Background("dcp-run-durable", _unexpected)
@@ -53,27 +62,83 @@ class Pipeline:
 
     @property
     def on_their_way(self) -> int:
-        """How many steps are not in the durable tier yet that are on their way there."""
         return len(self._on_their_way)
-
-    @property
-    def fast_nbytes(self) -> int:
-        """What the last step took in this node's fast tier; 0 before the first one."""
-        return 0 if self._fast_stage is None else self._fast_stage.step_nbytes
-
-    def make_room(self, nbytes: float) -> bool:
-        """Return whether so much fits this node's fast tier, once what may go is gone."""
-        assert self.room is not None
-        return self.room.make(nbytes)
 
     def wait_for_uploads(self, most_waiting: int) -> None:
         self._on_their_way.wait(most_waiting)
 
-    def follow_direct(self, save: StepSave, saving: AsyncSave) -> None:
-        self._on_their_way.add(save.step)
-        self._durable_thread.do(lambda: self._end_direct(save, saving))
+    def has_room(self, values: Mapping[str, Any]) -> bool:
+        """Return whether the next step and copies fit this node's fast tier; one rank of it looks, and makes room."""
+        if self._fast is None or not self._run.nodes.is_leader:
+            return True
+        assert self._fast_stage is not None and self.room is not None
+        expected: float = self._fast_stage.step_nbytes
+        if not expected:
+            here = len(self._run.nodes.ranks_of(self._run.nodes.own))
+            expected = state_nbytes(values) * here * (1 + self._run.copies)
+        try:
+            self._fast.check_writable()
+            return self.room.make(_SPARE * expected)
+        except CheckpointError as error:
+            logger.warning("The fast tier is out of order: %s", error)
+            return False
 
-    def follow_fast(
+    def to_fast(self, save: StepSave, values: dict[str, Any], replica: Replica | None, *, upload: bool) -> None:
+        assert self._fast is not None
+        path, durable_path = self._fast.path_of(save.step), self._durable.path_of(save.step)
+        publisher = NodePublisher(save.step, save.metrics, more=save.more, durable_path=durable_path, upload=upload)
+        group = self._run.group
+        replicas: tuple[tuple[int, ...], ...] = ()
+        if replica is not None:
+            values, group, replicas = replica.values, replica.group, replica.all
+            publisher.replica_id = replica.id
+        writer = self._run.options.fast_writer(path)
+        writer.published_by(publisher)
+        with self._durable.held(save.step):  # not while it is removed
+            with contextlib.suppress(StorageError):  # the writer fails for the same, on all ranks
+                self._fast.make_directory(save.step)
+            saving = self._begin(save, values, writer, group)
+            self._follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
+
+    def to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
+        if self._fast is not None:
+            self._tell_of_lack_of_room(save)
+        writer = self._run.options.durable_writer(self._durable.path_of(save.step))
+        writer.published_by(StepPublisher(save.step, save.metrics, self._durable.check_lease, save.more))
+        with self._durable.held(save.step):
+            saving = self._begin(save, values, writer, self._run.group)
+            self._on_their_way.add(save.step)
+            self._durable_thread.do(lambda: self._end_direct(save, saving))
+
+    def _tell_of_lack_of_room(self, save: StepSave) -> None:
+        if self._warns:
+            self._warns = False
+            logger.warning(
+                "The fast tier of a node has too little room for step %d and for later ones, or is out of order: until "
+                "that changes they go to the durable tier.",
+                save.step,
+            )
+        self._emit(
+            StepSkipped(save.step, "the fast tier has too little room, or is out of order: it goes to the durable tier")
+        )
+
+    def _begin(
+        self, save: StepSave, values: dict[str, Any], writer: NvcompWriter, group: dist.ProcessGroup | None
+    ) -> AsyncSave:
+        saving = async_save(
+            values,
+            writer.path,
+            storage_writer=writer,
+            process_group=group,
+            no_dist=group is None,
+            on_difference=self._run.on_difference,
+        )
+        # what fails in the background is raised by the manager: the next save need not refuse for it
+        cast(UploadFuture, saving.upload_completion).was_looked_at = True
+        save.staged.set_result(None)
+        return saving
+
+    def _follow_fast(
         self,
         save: StepSave,
         saving: AsyncSave,
@@ -208,3 +273,8 @@ def _stats(metadata: Metadata) -> SaveStats | None:
 
 def _unexpected(error: BaseException) -> None:
     logger.error("A checkpoint manager's thread failed: %s: %s", type(error).__name__, error)
+
+
+def state_nbytes(values: Mapping[str, Any]) -> int:
+    tensors = (value for value in leaves(values) if isinstance(value, torch.Tensor))
+    return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.runs.agreement import Ranks
-from dcp_nvcomp.runs.background.threads import OnTheirWay
 from dcp_nvcomp.runs.events import ReplicasDiffer, StepsRemoved
-from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import REMOVING, Abandoned, write_kept
-from dcp_nvcomp.runs.replicas.comparing import WrittenPart, compared
+from dcp_nvcomp.runs.replicas import WrittenPart, compared
 from dcp_nvcomp.runs.step_save import StepSave
-from dcp_nvcomp.runs.steps import RunSteps
-from dcp_nvcomp.runs.tiers.durable import BEGUN
+from dcp_nvcomp.runs.steps import Keep, KeepRule, RunSteps, SavedStep
+from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.transfer import move_files, upload_files
+from dcp_nvcomp.runs.tiers.nodes import move_files, upload_files
 from dcp_nvcomp.saving.commit import LastPublished, WrittenSave, commit_files
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,6 @@ class FastStage:
         self._complete = sorted({*self._complete, *steps})
 
     def leave_behind(self, steps: Collection[int]) -> None:
-        """Remove steps that the run has left behind."""
         self._complete = [step for step in self._complete if step not in steps]
         if not self._nodes.is_leader:
             return
@@ -51,8 +50,6 @@ class FastStage:
             logger.warning("The fast tier can't be listed: %s", error)
 
     def publish(self, step: int, part: WrittenPart) -> None:
-        """Put the step's `.metadata` on the nodes other than the coordinator's."""
-
         def publish_here() -> None:
             if self._nodes.is_leader and self._nodes.own != self._nodes.node_of(part.ranks[0]):
                 filesystem = self._fast.open(step)
@@ -143,11 +140,9 @@ class FastStage:
 
 
 class DurableStage:
-    """The durable tier's part of a manager's work in the background."""
-
     def __init__(self, ranks: Ranks, run: RunContext, there: RunSteps) -> None:
         self._ranks, self._durable, self._fast, self._rule = ranks, run.durable, run.fast, run.keep
-        self._check_lease, self._emit = run.check_lease, run.emit
+        self._emit = run.emit
         self._rule_to_check = run.keep  # until something goes
         self._complete = {saved.step for saved in there.complete}
         self._abandoned = {saved.step for saved in there.abandoned}
@@ -171,7 +166,7 @@ class DurableStage:
         return upload_files(self._fast.open(step), self._durable.open(step), own, written.files) if own else 0
 
     def _commit(self, step: int, written: WrittenSave) -> None:
-        self._check_lease()
+        self._durable.check_lease()
         filesystem = self._durable.open(step)
         filesystem.remove([REMOVING])
         commit_files(filesystem, written, LastPublished(), overwrite=True)
@@ -182,11 +177,10 @@ class DurableStage:
         self._new.add(save.step)
 
     def prune(self) -> None:
-        """Remove what nothing keeps, on the first rank."""
         if not self._ranks.is_first:
             return
         try:
-            self._check_lease()
+            self._durable.check_lease()
             if self._rule is None:  # nothing can go, so nothing has to be listed
                 self._write_kept()
             else:
@@ -225,3 +219,82 @@ class DurableStage:
                 "what metrics= of save calls it?",
                 metric,
             )
+
+
+Job = Callable[[], None]
+
+
+class Background:
+    """Does jobs one after the other, on a thread that is there as long as there are any."""
+
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+        self._name, self._on_error = name, on_error
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self.waiting = 0
+
+    def do(self, job: Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self.waiting += 1
+            is_idle = self.waiting == 1
+        if not is_idle:
+            return
+        # not a daemon: the interpreter waits for it, so that a save that has begun is finished
+        thread = threading.Thread(target=self._work, name=self._name)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends, and starts no threads any more
+            self._work()
+
+    def wait_for(self, most_waiting: int = 0) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.waiting <= most_waiting)
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.popleft()
+            try:
+                job()
+            except BaseException as error:
+                self._on_error(error)
+            finally:
+                del job  # it may hold a state
+            with self._changed:
+                self.waiting -= 1
+                self._changed.notify_all()
+                if not self.waiting:
+                    return
+
+
+class OnTheirWay:
+    """The steps that a manager is bringing to the durable tier; they are not removed meanwhile, from either tier."""
+
+    def __init__(self, durable: DurableTier) -> None:
+        self._durable = durable
+        self._changed = threading.Condition()
+        self._steps: list[int] = []  # a step that is saved twice is there twice
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._steps)
+
+    @property
+    def steps(self) -> frozenset[int]:
+        with self._changed:
+            return frozenset(self._steps)
+
+    def add(self, step: int) -> None:
+        self._durable.hold(step)
+        with self._changed:
+            self._steps.append(step)
+
+    def done(self, step: int) -> None:
+        self._durable.let_go(step)
+        with self._changed:
+            self._steps.remove(step)
+            self._changed.notify_all()
+
+    def wait(self, most_waiting: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._steps) <= most_waiting)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcp_nvcomp.format.names import METADATA_NAME
-from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.own_files import Abandoned
+from dcp_nvcomp.runs.steps import SavedStep
 from dcp_nvcomp.runs.tiers.fast import HeldStep
 
 DURABLE = ""  # stands for the durable tier where copies are pairs of node and file
@@ -19,8 +19,6 @@ DURABLE = ""  # stands for the durable tier where copies are pairs of node and f
 
 @dataclass(frozen=True)
 class Candidate:
-    """A save that may be complete."""
-
     saved: SavedStep  # the version that nodes without one of their own read
     wanted: Mapping[str, int]  # its data files and their sizes; empty if nodes hold none of it
     holders: Mapping[str, tuple[str, ...]]  # the nodes that hold each of these files whole
@@ -73,7 +71,6 @@ class Candidate:
 
     @property
     def is_on_nodes(self) -> bool:
-        """True if nodes hold its metadata and any of its files."""
         return bool(self.with_metadata)
 
     @property

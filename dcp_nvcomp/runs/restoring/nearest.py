@@ -23,8 +23,7 @@ from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.restoring.candidates import DURABLE, Candidate
 from dcp_nvcomp.runs.tiers.fast import FastTier, Room
-from dcp_nvcomp.runs.tiers.nodes import Nodes, Transfer
-from dcp_nvcomp.runs.tiers.transfer import Moved, move_files
+from dcp_nvcomp.runs.tiers.nodes import Moved, Nodes, Transfer, move_files
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem, OutputStream
 from dcp_nvcomp.storage.in_memory import MemoryFilesystem
 
@@ -34,8 +33,6 @@ _Transfers = Mapping[Transfer, Mapping[str, int]]
 
 
 class Fetch:
-    """Files of a step on their way to the ranks that need them."""
-
     def __init__(self, candidate: Candidate, ranks: Ranks, nodes: Nodes, fast: FastTier, room: Room) -> None:
         self._candidate, self._ranks, self._nodes, self._fast, self._room = candidate, ranks, nodes, fast, room
         self._files = candidate.files()
@@ -67,7 +64,6 @@ class Fetch:
             self._pass_by(lost, needs)
 
     def receive(self, name: str, data: bytes, sender: str) -> None:
-        """Keep a file in this process's memory that came from a node."""
         self.received.publish(name, data)
         self._senders[name] = sender
 
@@ -162,8 +158,6 @@ class Fetch:
 
 
 class _OutOfOrder(MemoryFilesystem):
-    """A place where nothing can be written."""
-
     def __init__(self, path: str, failure: CheckpointError) -> None:
         super().__init__(path)
         self._failure = failure
@@ -233,7 +227,6 @@ class NearestReader(NvcompReader):
     nbytes: Mapping[Source, int] = MappingProxyType({})  # size of these files, by source
 
     def from_nodes(self, fetch: Fetch) -> None:
-        """Take what nodes have from them."""
         self._fetch = fetch
 
     def open_storage(self) -> Filesystem:

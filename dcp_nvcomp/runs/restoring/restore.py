@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import is_missing
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.load import load
-from dcp_nvcomp.loading.whole import WholeValue
+from dcp_nvcomp.loading.matching import WholeValue
 from dcp_nvcomp.redaction import printable, without_secrets
 from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.background.pipeline import Pipeline
@@ -36,7 +36,7 @@ from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned, read_abandoned, write_abandoned
 from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
 from dcp_nvcomp.runs.restoring.nearest import Fetch, NearestReader
-from dcp_nvcomp.runs.step_save import RunTime, StepSave
+from dcp_nvcomp.runs.step_save import RunProgress
 from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.storage.base import Filesystem
@@ -57,20 +57,10 @@ class _Attempt:
 
 
 class Restoring:
-    """How a manager restores."""
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        run: RunContext,
-        pipeline: Pipeline,
-        group: dist.ProcessGroup | None,
-        reader_options: Mapping[str, Any],
-        run_time: RunTime,
-    ) -> None:
-        self._ranks, self._pipeline, self._group, self._run_time = ranks, pipeline, group, run_time
-        self._nodes, self._fast, self._durable = run.nodes, run.fast, run.durable
-        self._reader_options = reader_options
+    def __init__(self, ranks: Ranks, run: RunContext, pipeline: Pipeline, progress: RunProgress) -> None:
+        self._ranks, self._pipeline, self._group, self._progress = ranks, pipeline, run.group, progress
+        self._run, self._nodes, self._fast, self._durable = run, run.nodes, run.fast, run.durable
+        self._reader_options = run.options.for_durable_reader
         self._to_abandon: Abandoned | None = None
         self._damaged: frozenset[int] = frozenset()
 
@@ -80,8 +70,6 @@ class Restoring:
         step: int | None,
         *,
         fallback: bool,
-        is_due: Callable[[int], bool],
-        new_save: Callable[[int, Mapping[str, float]], StepSave],
     ) -> StepRestored | None:
         self._pipeline.wait()  # what is being saved may be what is to be loaded, and nothing is removed meanwhile
         found = self._candidates()
@@ -100,17 +88,16 @@ class Restoring:
             # not newer ones, which turned out damaged, or are left behind
             durable = [one.step for one in found if one.is_safe and one.step <= event.step]
             room.restored(max(durable, default=-1))
-        self._run_time.go_on_from(restored.saved.run_seconds)
+        self._progress.go_on_from(restored.saved.run_seconds)
         self._plan_to_abandon(event, found)
         ours = [one for one in found if not one.is_abandoned and one.step < event.step]
         ours = [restored, *ours] if not restored.is_abandoned else ours  # without the copies that are damaged
-        self._go_on_with_uploads(ours, is_due, new_save)
+        self._go_on_with_uploads(ours)
         return event
 
     def _newest(
         self, state: dict[str, Any], tried: Sequence[Candidate], *, fallback: bool
     ) -> tuple[StepRestored, Candidate]:
-        """Load the first of the candidates that can be loaded."""
         damaged: list[int] = []
         last: BaseException | None = None
         for candidate, after in zip(tried, (*tried[1:], None), strict=True):
@@ -235,12 +222,7 @@ class Restoring:
             self._pipeline.go_back(abandoned)
             self._to_abandon = None  # only now: if writing it failed, the next save does it
 
-    def _go_on_with_uploads(
-        self,
-        found: Sequence[Candidate],
-        is_due: Callable[[int], bool],
-        new_save: Callable[[int, Mapping[str, float]], StepSave],
-    ) -> None:
+    def _go_on_with_uploads(self, found: Sequence[Candidate]) -> None:
         """Upload what is complete in the fast tier and was on its way when an earlier job ended; forget the rest."""
         if self._fast is None:
             return
@@ -248,10 +230,10 @@ class Restoring:
         self._pipeline.remember_fast([one.step for one in complete])
         newest = max((one.step for one in found if one.is_safe), default=-1)
         for one in reversed(complete):
-            if one.step > newest and not one.is_safe and (one.is_due or is_due(one.step)):
-                self._upload_again(one, new_save)
+            if one.step > newest and not one.is_safe and (one.is_due or self._run.is_due(one.step)):
+                self._upload_again(one)
 
-    def _upload_again(self, candidate: Candidate, new_save: Callable[[int, Mapping[str, float]], StepSave]) -> None:
+    def _upload_again(self, candidate: Candidate) -> None:
         assert self._fast is not None
         fast, here = self._fast, self._fast.open(candidate.step)
         source = self._nodes.ranks_of(candidate.with_metadata[0])[0]
@@ -263,7 +245,7 @@ class Restoring:
         if save_id != candidate.save_id:
             logger.warning("Step %d is not uploaded: another save has taken its place.", candidate.step)
             return
-        save = new_save(candidate.step, candidate.saved.metrics)
+        save = self._progress.new_save(candidate.step, candidate.saved.metrics)
         senders = {}
         for number, name in enumerate(sorted(candidate.wanted)):
             ranks = self._nodes.ranks_of(candidate.holders[name][0])
@@ -302,7 +284,6 @@ def _is_damage(error: BaseException | None) -> bool:
 
 
 def _has_others(candidate: Candidate) -> bool:
-    """True if each file is still somewhere."""
     return candidate.has_durable or candidate.is_complete_on_nodes
 
 
@@ -314,6 +295,5 @@ def _save_ids(found: Iterable[Candidate]) -> dict[int, frozenset[str]]:
 
 
 def _root_of(fast: FastTier, filesystem: Filesystem) -> tuple[bytes, str | None]:
-    """Return the bytes of a `.metadata`, and the id of its save."""
     root = fast.read_root(filesystem)
     return root.data, root.save_id

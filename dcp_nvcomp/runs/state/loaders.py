@@ -230,7 +230,6 @@ def _consumed(part: LoaderPart) -> int | None:
 
 
 def _main_of(state: Mapping[str, Any]) -> Any:
-    """Return what a loader's state says of its main process."""
     return state[SNAPSHOT].get(_MAIN, {}) if isinstance(state.get(SNAPSHOT), Mapping) else state
 
 
@@ -256,7 +255,6 @@ def _at(fresh: Mapping[str, Any], place: Mapping[str, Any], *, is_finished: bool
 
 
 def split_state(part: LoaderPart) -> dict[str, tuple[Any, ...]]:
-    """Return the entries of a loader's state, each in a tuple of one."""
     state = dict(part.state)
     snapshot = state.get(SNAPSHOT)
     workers: Mapping[str, Any] = {}
@@ -267,7 +265,6 @@ def split_state(part: LoaderPart) -> dict[str, tuple[Any, ...]]:
 
 
 def joined(entries: Mapping[str, tuple[Any, ...]]) -> LoaderPart:
-    """Return the state of which these are the entries."""
     ((state, batch_size),) = entries[LOADER]
     workers = {name: one for name, (one,) in entries.items() if name != LOADER}
     if isinstance(state.get(SNAPSHOT), Mapping):

@@ -19,8 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dcp_nvcomp.calls.flattening import Vacant, nested
-from dcp_nvcomp.calls.values import PLAIN_TENSORS
+from dcp_nvcomp.calls.values import PLAIN_TENSORS, Vacant, nested
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MissingKeyError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
 from dcp_nvcomp.loading.matching import saved_names
@@ -36,7 +35,6 @@ _NO_STATE: Final[Mapping[str, Any]] = {}
 
 
 def optimizers_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Optimizers | Fsdp1Optimizers:
-    """Return the optimizers of a model, by the kind of its parameters."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         return Fsdp1Optimizers(model, optimizers)
     return Optimizers(model, optimizers)
@@ -54,8 +52,6 @@ class _Group:
 
 
 class Optimizers:
-    """The optimizers of a model, as one value."""
-
     def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
 
@@ -108,7 +104,6 @@ class Optimizers:
         return groups
 
     def destination(self, entries: Sequence[SavedEntry]) -> Any:
-        """Return nested containers with a place for each saved entry."""
         if not entries:
             raise MissingKeyError("The checkpoint has nothing of optimizers.", fqn="optimizer")
         there = self.state_dict()
@@ -190,7 +185,6 @@ class Optimizers:
         self._check(loaded)
 
     def _check(self, loaded: Mapping[str, Any]) -> None:
-        """Compare what was loaded with what is there, by name."""
         there = self.state_dict()
         found = {
             f"optimizer.{_STATE}.{fqn}.{name}"

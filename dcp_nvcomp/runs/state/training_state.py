@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
-from dcp_nvcomp.calls.flattening import fqn_of
+from dcp_nvcomp.calls.values import fqn_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import SavedEntry
-from dcp_nvcomp.loading.matching import is_extra_state, saved_names
-from dcp_nvcomp.loading.whole import completed
+from dcp_nvcomp.loading.matching import completed, is_extra_state, saved_names
 from dcp_nvcomp.redaction import printable
 from dcp_nvcomp.runs.state.loaders import LOADER, LoaderPart, Reshard, joined, reshard_for, split_state, state_for
 from dcp_nvcomp.runs.state.optimizers import optimizers_of

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -16,9 +17,19 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.keep import Keep, KeepRule, SavedStep, reasons_to_keep, why_not
+from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.own_files import ID_NAME, REMOVING, is_pinned, pinned_steps, read_abandoned, run_id
-from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps, remove_step
+from dcp_nvcomp.runs.steps import (
+    Keep,
+    KeepRule,
+    RunSteps,
+    SavedStep,
+    StepNames,
+    list_steps,
+    reasons_to_keep,
+    remove_step,
+    why_not,
+)
 from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
@@ -29,16 +40,12 @@ BEGUN: Final = "its removal had begun"
 
 @dataclass(frozen=True)
 class Removed:
-    """What a round of removals did."""
-
     steps: tuple[int, ...]  # those that are gone
     failed: Mapping[int, CheckpointError]  # why others could not be removed, by step; the next round tries again
 
 
 @dataclass(frozen=True)
 class Doomed:
-    """What a rule says of steps."""
-
     why: Mapping[int, str]  # why those go that nothing keeps, by step, in ascending order
     kept: Mapping[int, tuple[str, ...]]  # why the others are kept
 
@@ -48,14 +55,13 @@ class Doomed:
 
 
 class DurableTier:
-    """The steps at a run's root."""
-
     def __init__(self, root: str, names: StepNames, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = place_of(root).rstrip("/") or "/"
         self.names = names
+        self.lease: Lease | None = None  # that a manager holds
         self._storage_options = dict(storage_options or {})
         self._lock = threading.Lock()  # held while one step is removed
-        self._busy: dict[int, int] = {}
+        self._busy: Counter[int] = Counter()
         self._seen: Seen | None = None  # until the first list
         self._written_seen = b""
 
@@ -70,6 +76,30 @@ class DurableTier:
 
     def _open(self, path: str) -> Filesystem:
         return open_filesystem(path, storage_options=self._storage_options)
+
+    def take(self, *, run_id: str | None, lease_seconds: float, take_over: bool) -> tuple[str, RunSteps]:
+        """Take the run, and finish what an earlier manager left unfinished; return its id, and the steps there."""
+        self.refuse_checkpoint()
+        lease = Lease.take(self.open_own, run_id=run_id, lease_seconds=lease_seconds, take_over=take_over)
+        try:
+            run, found = self.run(), self.list()
+            self.remove(dict.fromkeys(found.removing, BEGUN))
+        except BaseException:
+            lease.release()
+            raise
+        self.lease = lease
+        return run, found
+
+    def check_lease(self) -> None:
+        if self.lease is not None:
+            self.lease.check()
+
+    def release(self) -> None:
+        if self.lease is not None:
+            try:
+                self.lease.release()
+            except CheckpointError as error:
+                logger.warning("The lease of the run could not be given back, and will run out: %s", error)
 
     def run(self) -> str:
         """Return the id of the run: drawn by its first manager, and kept beside its steps; who asks has the lease."""
@@ -131,15 +161,12 @@ class DurableTier:
             self.let_go(step)
 
     def hold(self, step: int) -> None:
-        """Keep a step from being removed until `let_go`."""
         with self._lock:
-            self._busy[step] = self._busy.get(step, 0) + 1
+            self._busy[step] += 1
 
     def let_go(self, step: int) -> None:
         with self._lock:
             self._busy[step] -= 1
-            if not self._busy[step]:
-                del self._busy[step]
 
     def decide(self, rule: Keep | KeepRule | None, found: RunSteps) -> Doomed:
         """Return what a rule keeps of the steps just listed, and what not; opens the newest before others go."""
@@ -177,7 +204,6 @@ class DurableTier:
         return Doomed({step: why[step] for step in sorted(why) if step not in pinned}, kept)
 
     def remove(self, why: Mapping[int, str], listed: Mapping[int, str] | None = None) -> Removed:
-        """Remove steps, but for those that are held, and those that are not the save that was listed any more."""
         gone, failed = [], {}
 
         def is_wanted(step: int, filesystem: Filesystem) -> bool:
@@ -186,7 +212,7 @@ class DurableTier:
 
         for step, reason in sorted(why.items()):
             with self._lock:
-                if step in self._busy:
+                if self._busy[step]:
                     continue
                 try:
                     with contextlib.closing(self.open(step)) as filesystem:

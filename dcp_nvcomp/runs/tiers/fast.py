@@ -27,9 +27,8 @@ from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER
 from dcp_nvcomp.runs.events import Event, StepsRemoved
-from dcp_nvcomp.runs.keep import SavedStep
 from dcp_nvcomp.runs.own_files import is_being_removed
-from dcp_nvcomp.runs.steps import EQUAL, StepNames, remove_step
+from dcp_nvcomp.runs.steps import EQUAL, SavedStep, StepNames, remove_step
 from dcp_nvcomp.runs.tiers.trust import ALONE, fault_below, own_directory, refuse_fault_below
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
@@ -45,8 +44,6 @@ _MOST_NAME_NBYTES = 1 << 12
 
 @dataclass(frozen=True)
 class HeldStep:
-    """What one node has of a step."""
-
     step: int
     held: Mapping[str, int]  # the data files that are there, and their sizes
     saved: SavedStep | None = None  # as the `.metadata` that is there describes it
@@ -58,8 +55,6 @@ class HeldStep:
 
 
 class FastTier:
-    """This node's part of the fast tier."""
-
     def __init__(self, root: str, names: StepNames, *, metadata_limit_nbytes: int = MAX_METADATA_NBYTES) -> None:
         self._metadata_limit_nbytes = metadata_limit_nbytes
         self.root, self.names = place_of(root).rstrip("/") or "/", names
@@ -135,7 +130,6 @@ class FastTier:
         return found
 
     def steps(self) -> list[int]:
-        """Return the steps of which anything is there, in ascending order."""
         root = open_filesystem(self.root)
         folders = {file.name.partition("/")[0] for file in root.list_below().files if "/" in file.name}
         return sorted(step for folder in folders if (step := self.names.step_of(folder)) is not None)
@@ -234,8 +228,6 @@ def _open(path: str) -> Filesystem:
 
 
 class Room:
-    """The room in a node's fast tier."""
-
     def __init__(self, fast: FastTier, awaited: Callable[[], Collection[int]], emit: Callable[[Event], None]) -> None:
         self._fast, self._awaited, self._emit = fast, awaited, emit
         self._lock = threading.Lock()

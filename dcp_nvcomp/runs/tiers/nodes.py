@@ -1,6 +1,11 @@
-"""Which ranks are on which node, and whose files each node gets copies of.
+"""Which ranks are on which node, whose files each node gets copies of, and how files move, as they are.
 
 Nodes stand in a ring. The copies of a node's files go to the next ones that are in other failure domains than itself.
+
+Both sides of a transfer know beforehand which files go, and of what sizes. A side that fails goes on with the exchange,
+as the other one would wait in vain; what failed is in its result. To the durable tier each file is sent once, by one
+rank that has it, unless it is there as it is: from an upload that was cut short, or in a step of which another file was
+lost.
 """
 
 from __future__ import annotations
@@ -8,33 +13,33 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import numpy as np
+import torch
+
+from dcp_nvcomp.codecs.base import checksum
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
 from dcp_nvcomp.runs.agreement import Ranks
+from dcp_nvcomp.storage.base import Filesystem, OutputStream
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs."""
-
     node: str  # name of its node: ranks of one node see the same fast tier
     domain: str  # what fails together, such as a rack; by default the node
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Files that go from one rank to another."""
-
     source: int  # the rank that sends
     to: int  # the rank that receives
 
 
 class Nodes:
-    """The nodes of a run."""
-
     def __init__(self, places: Sequence[Place], rank: int) -> None:
         self._places, self._rank = tuple(places), rank
         self.names = tuple(dict.fromkeys(place.node for place in places))
@@ -51,7 +56,6 @@ class Nodes:
 
     @property
     def is_leader(self) -> bool:
-        """True on the rank that acts for its node."""
         return self.ranks_of(self.own)[0] == self._rank
 
     def peers_of(self, node: str, count: int) -> list[str]:
@@ -114,3 +118,172 @@ def rounds(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
         else:
             made.append([transfer])
     return made
+
+
+_PIECE_NBYTES = 8 << 20
+_CRC_NBYTES = 4
+
+Piece = tuple[str, int, int]
+_UPLOADED_PIECE_NBYTES = 16 << 20
+
+
+@dataclass
+class Moved:
+    received: dict[str, int] = field(default_factory=dict)  # those that arrived whole, and their sizes
+    unread: dict[str, CheckpointError] = field(default_factory=dict)  # why others could not be read here, by name
+    # why others could not be written here, or did not arrive as they were
+    unwritten: dict[str, CheckpointError] = field(default_factory=dict)
+
+    def check(self) -> None:
+        for error in (*self.unread.values(), *self.unwritten.values()):
+            raise error
+
+
+def move_files(
+    ranks: Ranks, transfers: Mapping[Transfer, Mapping[str, int]], source: Filesystem, target: Filesystem
+) -> Moved:
+    ends = _Ends(source, target)
+    for one in rounds(list(transfers)):
+        outgoing = next((transfer for transfer in one if transfer.source == ranks.rank), None)
+        incoming = next((transfer for transfer in one if transfer.to == ranks.rank), None)
+        if outgoing is not None or incoming is not None:
+            sent = [] if outgoing is None else _pieces(transfers[outgoing])
+            received = [] if incoming is None else _pieces(transfers[incoming])
+            _run_round(ranks, ends, outgoing, sent, incoming, received)
+    return ends.finish()
+
+
+def _pieces(files: Mapping[str, int]) -> list[Piece]:
+    return [
+        (name, start, min(start + _PIECE_NBYTES, nbytes))
+        for name, nbytes in sorted(files.items())
+        for start in range(0, nbytes, _PIECE_NBYTES)
+    ]
+
+
+def _run_round(
+    ranks: Ranks,
+    ends: _Ends,
+    outgoing: Transfer | None,
+    sent: Sequence[Piece],
+    incoming: Transfer | None,
+    received: Sequence[Piece],
+) -> None:
+    for number in range(max(len(sent), len(received))):
+        leaving = ends.read(sent[number]) if number < len(sent) else None
+        arriving = None
+        if number < len(received):
+            _, start, stop = received[number]
+            arriving = torch.empty(stop - start + _CRC_NBYTES, dtype=torch.uint8)
+        ranks.exchange(
+            leaving, 0 if outgoing is None else outgoing.to, arriving, 0 if incoming is None else incoming.source
+        )
+        if arriving is not None:
+            is_last = number + 1 == len(received) or received[number + 1][0] != received[number][0]
+            ends.write(received[number], arriving, is_last=is_last)
+
+
+class _Ends:
+    def __init__(self, source: Filesystem, target: Filesystem) -> None:
+        self._source, self._target = source, target
+        self._output: OutputStream | None = None
+        self._moved = Moved()
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        name, start, stop = piece
+        message = torch.empty(stop - start + _CRC_NBYTES, dtype=torch.uint8)
+        data = message.numpy()
+        try:
+            self._source.read_into(name, start, data[:-_CRC_NBYTES].data)
+            crc = checksum(data[:-_CRC_NBYTES])
+        except CheckpointError as error:
+            self._moved.unread.setdefault(name, error)
+            crc = checksum(data[:-_CRC_NBYTES]) ^ 1  # the receiver must not take it for the file
+        data[-_CRC_NBYTES:] = np.frombuffer(crc.to_bytes(_CRC_NBYTES, "little"), np.uint8)
+        return message
+
+    def write(self, piece: Piece, message: torch.Tensor, *, is_last: bool) -> None:
+        name, start, stop = piece
+        try:
+            if self._write(name, start, message.numpy(), is_last=is_last):
+                self._moved.received[name] = stop
+        except CheckpointError as error:
+            self._moved.unwritten.setdefault(name, error)
+            self._drop()
+
+    def _write(self, name: str, start: int, data: np.ndarray, *, is_last: bool) -> bool:
+        if start == 0:
+            self._drop()
+            self._target.remove([name])
+            self._output = self._target.open_output(name)
+        if self._output is None:  # an earlier piece of this file failed
+            return False
+        payload, crc = data[:-_CRC_NBYTES], int.from_bytes(data[-_CRC_NBYTES:].tobytes(), "little")
+        if checksum(payload) != crc:
+            raise CorruptDataError(
+                "What arrived from another rank is not what was read there.",
+                path=self._target.location(name),
+                byte_range=(start, start + len(payload)),
+            )
+        self._output.write(payload.data)
+        if is_last:
+            self._output.close()
+            self._output = None
+        return is_last
+
+    def _drop(self) -> None:
+        output, self._output = self._output, None
+        if output is not None:
+            output.abort()
+
+    def finish(self) -> Moved:
+        self._drop()
+        return self._moved
+
+
+class SourceError(StorageError):
+    """A file that is to be uploaded can't be read."""
+
+
+def upload_files(source: Filesystem, target: Filesystem, names: Collection[str], sizes: Mapping[str, int]) -> int:
+    """Copy files to a directory, but for those that are there and the same."""
+    target.refuse_link()
+    target.create_directory()
+    there = {file.name: file.nbytes for file in target.list_files()}
+    sized = {name for name in names if there.get(name) == sizes[name]}
+    missing = [name for name in sorted(names) if name not in sized or not _is_same(source, target, name, sizes[name])]
+    target.remove([name for name in missing if name in there])
+    for name in missing:
+        _upload(source, target, name, sizes[name])
+    return sum(sizes[name] for name in missing)
+
+
+def _is_same(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> bool:
+    """Compare the bytes: a disk may have changed them, and what is uploaded is reported to be safe."""
+    there = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
+    for start, piece in _read(source, name, nbytes):
+        try:
+            target.read_into(name, start, there[: len(piece)])
+        except CheckpointError:
+            return False
+        if not np.array_equal(piece, there[: len(piece)]):
+            return False
+    return True
+
+
+def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> None:
+    with target.open_output(name) as output:
+        for _, piece in _read(source, name, nbytes):
+            output.write(piece)
+
+
+def _read(source: Filesystem, name: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the pieces of a file, each with its start, in one buffer."""
+    buffer = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
+    for start in range(0, nbytes, _UPLOADED_PIECE_NBYTES):
+        piece = buffer[: nbytes - start]
+        try:
+            source.read_into(name, start, piece)
+        except CheckpointError as error:
+            raise SourceError(error.message, path=source.location(name)) from error
+        yield start, piece

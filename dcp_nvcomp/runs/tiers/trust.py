@@ -24,7 +24,6 @@ _INSTEAD: Final = "choose a directory of your own, such as one below /dev/shm/<y
 
 
 def own_directory(path: str) -> None:
-    """Make a directory for this user alone, or make sure that the one that is there is the user's own."""
     with storage_errors("make the directory", path):
         for folder in [*_missing_above(path), path]:
             with contextlib.suppress(FileExistsError):  # another rank of this node was quicker
@@ -49,7 +48,6 @@ def _missing_above(path: str) -> list[str]:
 
 
 def _fault(found: os.stat_result, *, others_enter: bool = True) -> str | None:
-    """Return what is wrong with a directory of the fast tier; None if nothing is."""
     if stat.S_ISLNK(found.st_mode):
         return "is a symbolic link"
     if not stat.S_ISDIR(found.st_mode):
@@ -119,7 +117,6 @@ def fault_below(root: str, name: str) -> str | None:
 
 
 def refuse_fault_below(root: str, name: str) -> None:
-    """Refuse a fast tier for a directory in it that is not to be trusted."""
     fault = fault_below(root, name)
     if fault is not None:
         raise ConfigurationError(f"In fast={root!r}, {name} is not to be trusted: {fault}. Remove it, or {_INSTEAD}.")

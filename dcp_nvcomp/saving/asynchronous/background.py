@@ -11,18 +11,18 @@ import socket
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.saving.asynchronous import background_messages as messages
+from dcp_nvcomp.saving.asynchronous import background_child
 from dcp_nvcomp.saving.asynchronous.shared_memory import Place, SharedSegment
 from dcp_nvcomp.saving.data_files import WrittenFile
 from dcp_nvcomp.saving.rank_save import RankSave, Written
@@ -40,6 +40,8 @@ from dcp_nvcomp.saving.asynchronous import background_child
 background_child.main(sys.argv[1:])
 """
 _END_SECONDS = 5.0
+
+_Answers: TypeAlias = SimpleQueue[background_child.Answer | None]
 
 
 class BackgroundCannotRun(Exception):
@@ -60,22 +62,19 @@ class BackgroundProcess:
     def __init__(self) -> None:
         if not sys.executable:
             raise OSError("this Python does not know its own executable")
-        mine, theirs = zip(*(socket.socketpair() for _ in range(2)), strict=True)
+        mine, theirs = socket.socketpair()
         try:
-            self._process = _start([end.fileno() for end in theirs])
+            self._process = _start(theirs.fileno())
         except BaseException:
-            for end in mine:
-                end.close()
+            mine.close()
             raise
         finally:
-            for end in theirs:
-                end.close()
-        self._connection, self._segments = Connection(mine[0].detach()), mine[1]
+            theirs.close()
+        self._connection = Connection(mine.detach())
         self._lock = threading.Lock()
         self._sending = threading.Lock()  # another one: what is sent may wait for the process to read
         self._numbers = count()
-        self._waiting: dict[int, SimpleQueue[messages.Message | None]] = {}
-        self._lent: dict[int, weakref.ref[SharedSegment]] = {}
+        self._waiting: dict[int, _Answers] = {}
         self._started = threading.Event()  # or it never will
         self._has_died = False
         self._is_retired = False
@@ -101,7 +100,7 @@ class BackgroundProcess:
         encoded: Callable[[], None],
         progress: Callable[[int], None],
     ) -> Written:
-        number, answers = next(self._numbers), SimpleQueue[messages.Message | None]()
+        number, answers = next(self._numbers), _Answers()
         with self._lock:
             if not self.is_usable:
                 raise BackgroundCannotRun("it has ended")
@@ -114,9 +113,8 @@ class BackgroundProcess:
             self._started.wait()  # until then it may turn out that it can't, and must have done nothing
             if self.start_failure is not None:
                 raise BackgroundCannotRun(self.start_failure)
-            self._lend(copy.segment)
-            self._send(task)
-            begun(lambda: self._hurry(number))
+            self._send(task, copy.segment)
+            begun(lambda: self._send(background_child.Hurry(number)))
             return self._follow(answers, part.items, encoded, progress)
         finally:
             with self._lock:
@@ -127,22 +125,22 @@ class BackgroundProcess:
 
     def _follow(
         self,
-        answers: SimpleQueue[messages.Message | None],
+        answers: _Answers,
         items: Sequence[WriteItem],
         encoded: Callable[[], None],
         progress: Callable[[int], None],
     ) -> Written:
         while (answer := answers.get()) is not None:
-            if isinstance(answer, messages.Progress):
+            if isinstance(answer, background_child.Progress):
                 progress(answer.nbytes)
-            elif isinstance(answer, messages.Encoded):
+            elif isinstance(answer, background_child.Encoded):
                 encoded()
-            elif isinstance(answer, messages.CannotRun):
+            elif isinstance(answer, background_child.CannotRun):
                 raise BackgroundCannotRun(answer.reason)
-            elif isinstance(answer, messages.Failed):
+            elif isinstance(answer, background_child.Failed):
                 raise answer.error
             else:
-                assert isinstance(answer, messages.WrittenFiles)
+                assert isinstance(answer, background_child.WrittenFiles)
                 files = [
                     WrittenFile(
                         file, [(items[at].index, nbytes, record) for at, nbytes, record in zip(*rows, strict=True)]
@@ -167,32 +165,16 @@ class BackgroundProcess:
             self._process.wait(_END_SECONDS)
         return self._process.returncode
 
-    def _lend(self, segment: SharedSegment) -> None:
-        """Let it have a segment, and have it let go of those that are not there any more."""
+    def _send(
+        self, message: background_child.WriteTask | background_child.Hurry, segment: SharedSegment | None = None
+    ) -> None:
         with self._sending:
-            gone = tuple(number for number, lent in self._lent.items() if lent() is None)
-            for number in gone:
-                del self._lent[number]
-            if gone:
-                self._post(messages.Forget(gone))
-            if segment.number not in self._lent:
-                self._lent[segment.number] = weakref.ref(segment)
-                self._post(messages.Memory(segment.number, segment.nbytes))
-                try:
-                    socket.send_fds(self._segments, [b"s"], [segment.descriptor])
-                except OSError:  # it has died; or it has not, and would wait for the descriptor for ever
-                    self._hang_up()
-
-    def _hurry(self, number: int) -> None:
-        self._send(messages.Hurry(number))
-
-    def _send(self, message: messages.Message) -> None:
-        with self._sending:
-            self._post(message)
-
-    def _post(self, message: messages.Message) -> None:
-        with contextlib.suppress(OSError):  # it has died: the thread that listens ends all waits
-            self._connection.send(message)
+            try:
+                self._connection.send(message)
+                if segment is not None:
+                    send_handle(self._connection, segment.descriptor, self.pid)
+            except OSError:  # it has died; or it has not, and would wait for the descriptor for ever
+                self._hang_up()
 
     def _listen(self) -> None:
         try:
@@ -210,14 +192,13 @@ class BackgroundProcess:
             with self._lock:
                 self._has_died = True
                 waiting = list(self._waiting.values())
-                self._segments.close()
             self._started.set()
             for answers in waiting:
                 answers.put(None)
 
     def _hear(self, message: Any) -> None:
-        if isinstance(message, messages.Ready):
-            if message.package != messages.own_package():
+        if isinstance(message, background_child.Ready):
+            if message.package != background_child.own_package():
                 self.start_failure = f"it found another installation, {message.package}"
                 self._hang_up()
             else:
@@ -248,7 +229,6 @@ class BackgroundProcess:
     def close(self) -> None:
         """End it; whatever it is doing fails."""
         self._hang_up()
-        self._segments.close()
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -258,35 +238,34 @@ class BackgroundProcess:
     def abandon(self) -> None:
         """Forget it, in a forked child whose process it is not."""
         self._process.returncode = 0  # so that it is not waited for, and no warning says that it is still running
-        self._segments.close()
         self._connection.close()
 
 
-def _start(descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start(descriptor: int) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if isinstance(path, str) and path),
-        **messages.OWN_ENVIRONMENT,
+        **background_child.OWN_ENVIRONMENT,
     }
     # signals are blocked by who starts it, as it takes a while until it could ignore them itself
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", _CHILD, *map(str, descriptors), str(os.getpid())],
+            [sys.executable, "-c", _CHILD, str(descriptor), str(os.getpid())],
             stdin=subprocess.DEVNULL,
-            pass_fds=descriptors,
+            pass_fds=[descriptor],
             env=environment,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _task(number: int, part: RankSave, copy: Copy, within_seconds: float | None) -> messages.WriteTask:
-    return messages.WriteTask(
+def _task(number: int, part: RankSave, copy: Copy, within_seconds: float | None) -> background_child.WriteTask:
+    return background_child.WriteTask(
         number,
         pickle.dumps(part),
         pickle.dumps(storage_of(part.path)),
-        copy.segment.number,
+        copy.segment.nbytes,
         copy.places,
         within_seconds,
         dict(os.environ),

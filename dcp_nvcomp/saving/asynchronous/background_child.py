@@ -1,4 +1,7 @@
-"""The background process. `main` is called with three numbers: two descriptors of sockets, and its parent's process id.
+"""The background process, and what training and it send each other, by pickle over a socket.
+
+training -> background     WriteTask, each followed by the descriptor of its memory; Hurry
+background -> training     Ready at the beginning; Progress, Encoded, and at the end WrittenFiles, Failed or CannotRun
 
 main thread      takes messages; ends with the process that started it, whatever it is doing then
 a thread a task  encodes and writes; a task that fails removes its files and says why
@@ -9,63 +12,127 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.reduction import recv_handle
+from typing import Final, NamedTuple
 
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError
-from dcp_nvcomp.saving.asynchronous import background_messages as messages
-from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment, resolver
+from dcp_nvcomp.format.data_file import DataFileRef
+from dcp_nvcomp.saving.asynchronous.shared_memory import Place, SharedSegment, resolver
+from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.job import Patience
-from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.rank_save import RankSave
+from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.processes import StorageSettings
+from dcp_nvcomp.version import VERSION
 
 _PROGRESS_SECONDS = 0.2
 _LOOKS_SECONDS = 1.0
+# Variables that the process has values of its own for.
+OWN_ENVIRONMENT: Final = {
+    "CUDA_VISIBLE_DEVICES": "",  # it must not take memory there
+    "OMP_NUM_THREADS": "1",  # its threads are its own
+}
+
+
+def own_package() -> str:
+    """Return version and place of this package: both processes must have the same."""
+    return f"{VERSION} at {os.path.realpath(__file__)}"
+
+
+class WriteTask(NamedTuple):
+    """A rank's part of a save. All messages about it carry its number."""
+
+    number: int
+    part: bytes  # a pickled `RankSave`: it may hold classes that only training knows
+    storage: bytes  # pickled `StorageSettings`
+    segment_nbytes: int
+    places: Sequence[Place]
+    within_seconds: float | None
+    environment: dict[str, str]  # as it is now: credentials in it may have been renewed
+
+
+class Hurry(NamedTuple):
+    """The task has to give way no longer."""
+
+    number: int
+
+
+class Ready(NamedTuple):
+    package: str  # `own_package()` there
+
+
+class Progress(NamedTuple):
+    number: int
+    nbytes: int  # written since the last such message
+
+
+class Encoded(NamedTuple):
+    """The data in the segment is not needed any more."""
+
+    number: int
+
+
+class WrittenFiles(NamedTuple):
+    """All files are written: each with position in the plan, size and record of its items, in three columns.
+
+    As arrays: training's process would hold the GIL while it unpickles a tuple for each of a million items.
+    """
+
+    number: int
+    files: Sequence[tuple[DataFileRef, array[int], array[int], array[int]]]
+    totals: RankTotals
+
+
+class Failed(NamedTuple):
+    """The task failed and has removed its files."""
+
+    number: int
+    error: BaseException
+
+
+class CannotRun(NamedTuple):
+    """The task was not begun: the process lacks something that training has."""
+
+    number: int
+    reason: str
+
+
+Answer = Progress | Encoded | WrittenFiles | Failed | CannotRun
 
 
 class Child:
-    """What the process does."""
-
-    def __init__(self, connection: Connection, segments: socket.socket) -> None:
-        self._messages = connection
-        self._sockets = segments
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._sending = threading.Lock()
-        self._segments: dict[int, SharedSegment] = {}
         self._patience: dict[int, Patience] = {}
+        self._choices = RememberedChoices()
 
     def serve(self) -> None:
         with contextlib.suppress(EOFError, ConnectionError):
             while True:
-                self._take(self._messages.recv())
+                self._take(self._connection.recv())
 
-    def _take(self, message: messages.Message) -> None:
-        if isinstance(message, messages.Memory):
-            _, (descriptor,), _, _ = socket.recv_fds(self._sockets, 1, 1)
-            self._segments[message.number] = SharedSegment(message.nbytes, message.number, descriptor)
-        elif isinstance(message, messages.Forget):
-            for number in message.numbers:
-                self._segments.pop(number, None)
-        elif isinstance(message, messages.Hurry):
+    def _take(self, message: WriteTask | Hurry) -> None:
+        if isinstance(message, Hurry):
             patience = self._patience.get(message.number)
             if patience is not None:
                 patience.hurry()
-        else:
-            assert isinstance(message, messages.WriteTask)
-            self._patience[message.number] = patience = Patience(message.within_seconds)
-            threading.Thread(target=self._run, args=(message, patience), name="dcp-background", daemon=True).start()
+            return
+        segment = SharedSegment(message.segment_nbytes, recv_handle(self._connection))
+        self._patience[message.number] = Patience(message.within_seconds)
+        threading.Thread(target=self._run, args=(message, segment), name="dcp-background", daemon=True).start()
 
-    def _send(self, message: messages.Message) -> None:
+    def _send(self, message: Ready | Answer) -> None:
         with self._sending:
-            self._messages.send(message)
+            self._connection.send(message)
 
-    def _run(self, task: messages.WriteTask, patience: Patience) -> None:
+    def _run(self, task: WriteTask, segment: SharedSegment) -> None:
         try:
             try:
                 _take_environment(task.environment)
@@ -73,25 +140,26 @@ class Child:
                 settings.apply()
                 part: RankSave = pickle.loads(task.part)
             except Exception as error:
-                self._send(messages.CannotRun(task.number, f"{type(error).__name__}: {error}"))
+                self._send(CannotRun(task.number, f"{type(error).__name__}: {error}"))
                 return
-            self._send(self._written(task, part, patience))
+            self._send(self._written(task, part, segment))
         except ConnectionError:  # training is gone
             return
         except BaseException as error:
-            self._send(messages.Failed(task.number, _picklable(error)))
+            self._send(Failed(task.number, _picklable(error)))
         finally:
             del self._patience[task.number]
 
-    def _written(self, task: messages.WriteTask, part: RankSave, patience: Patience) -> messages.WrittenFiles:
-        progress = _Progress(lambda nbytes: self._send(messages.Progress(task.number, nbytes)))
+    def _written(self, task: WriteTask, part: RankSave, segment: SharedSegment) -> WrittenFiles:
+        progress = _Progress(lambda nbytes: self._send(Progress(task.number, nbytes)))
+        patience = self._patience[task.number]
         patience.begin(sum(place.nbytes for place in task.places))
         files, totals = part.run(
-            resolver(part.items, task.places, self._segments[task.segment].view),
+            resolver(part.items, task.places, segment.view),
             engine=EngineChoice("cpu"),
-            remembered=process_state().choices,
+            remembered=self._choices,
             progress=progress.add,
-            on_staged=lambda: self._send(messages.Encoded(task.number)),
+            on_staged=lambda: self._send(Encoded(task.number)),
             patience=patience,
         )
         progress.end()
@@ -105,11 +173,11 @@ class Child:
             )
             for file in files
         ]
-        return messages.WrittenFiles(task.number, columns, totals)
+        return WrittenFiles(task.number, columns, totals)
 
 
 class _Progress:
-    def __init__(self, report: Any) -> None:
+    def __init__(self, report: Callable[[int], None]) -> None:
         self._report = report
         self._lock = threading.Lock()
         self._nbytes = 0
@@ -130,7 +198,7 @@ class _Progress:
 
 
 def _take_environment(variables: dict[str, str]) -> None:
-    wanted = {**variables, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **messages.OWN_ENVIRONMENT}
+    wanted = {**variables, "PYTHONPATH": os.environ.get("PYTHONPATH", ""), **OWN_ENVIRONMENT}
     for name in os.environ.keys() - wanted.keys():
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in wanted.items() if os.environ.get(name) != value})
@@ -152,11 +220,11 @@ def _watch(parent: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the process."""
-    descriptor, segments, parent = map(int, arguments)
+    """Run the process, with the descriptor of its end of the socket, and its parent's process id."""
+    descriptor, parent = map(int, arguments)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     connection = Connection(descriptor)
     with contextlib.suppress(ConnectionError):
-        connection.send(messages.Ready(messages.own_package()))
-    Child(connection, socket.socket(fileno=segments)).serve()
+        connection.send(Ready(own_package()))
+    Child(connection).serve()
     os._exit(0)  # with tasks half done, if training died: they are abandoned

@@ -19,7 +19,7 @@ import numpy as np
 
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.tensors import PinnedMemory, fresh_allocate, pinned_allocate
-from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES, Cancelled, JobMemory, Room, TaskMemory
+from dcp_nvcomp.saving.encode.tasks import HOST_ROOM_NBYTES, Cancelled, JobMemory, Room, TaskMemory
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +64,6 @@ def _lines(path: Path) -> Iterable[str]:
 
 
 class Segment:
-    """A piece of memory that tasks of one lane fill."""
-
     __slots__ = ("in_use", "is_full", "position", "view")
 
     def __init__(self, view: memoryview) -> None:
@@ -132,8 +130,6 @@ class StagingBudget:
 
 
 class SegmentStores:
-    """What the asynchronous saves of a process share."""
-
     def __init__(self) -> None:
         self.plain, self.pinned, self.budget = SegmentStore(), SegmentStore(), StagingBudget()
 
@@ -238,14 +234,11 @@ class _LaneMemory(TaskMemory):
         self._memory.give_back(nbytes)
 
     def end(self) -> None:
-        """Give back all segments, once the threads of the save have ended."""
         while self._taken:
             self._store.give_back(self._taken.pop())
 
 
 class StagingMemory(JobMemory):
-    """The memory of one asynchronous save."""
-
     def __init__(self, stores: SegmentStores, budget_nbytes: int, *, state_nbytes: int, may_use_cuda: bool) -> None:
         self.staged_nbytes = 0
         self._stores = stores
@@ -319,7 +312,6 @@ class StagingMemory(JobMemory):
         self._may_write.wait()
 
     def begin_to_write(self) -> None:
-        """Let the write threads begin: all is encoded."""
         self._may_write.set()
 
     def close(self) -> None:

@@ -12,8 +12,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,10 +28,8 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
 
 class SharedSegment:
-    """A piece of shared memory."""
-
-    def __init__(self, nbytes: int, number: int, descriptor: int | None = None) -> None:
-        self.nbytes, self.number = nbytes, number
+    def __init__(self, nbytes: int, descriptor: int | None = None) -> None:
+        self.nbytes = nbytes
         self.there_nbytes = 0  # from the start: a store to memory that is not there may end the process
         if descriptor is None:
             descriptor = os.memfd_create("dcp_nvcomp", os.MFD_CLOEXEC)
@@ -49,7 +46,6 @@ class SharedSegment:
             raise
 
     def write(self, start: int, data: memoryview) -> None:
-        """Write bytes to memory that need not be there yet."""
         written = 0
         while written < len(data):
             written += os.pwrite(self.descriptor, data[written:], start + written)
@@ -105,7 +101,6 @@ class SharedSegments:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: Iterator[int] = count()
         self._free: list[SharedSegment] = []
         self._made: weakref.WeakSet[SharedSegment] = weakref.WeakSet()
 
@@ -124,8 +119,7 @@ class SharedSegments:
                 self._free.remove(segment)
                 return segment
             self._free.clear()
-            number = next(self._numbers)
-        segment = SharedSegment(wanted, number)
+        segment = SharedSegment(wanted)
         with self._lock:
             self._made.add(segment)
         return segment
@@ -145,7 +139,6 @@ class SharedSegments:
 
 
 def is_available() -> bool:
-    """True if this system has such memory."""
     return hasattr(os, "memfd_create")
 
 
@@ -206,7 +199,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def value_at(place: Place, memory: memoryview) -> torch.Tensor | io.BytesIO:
-    """Return a copied value: a tensor in the memory, or the bytes."""
     if place.dtype is None:
         return io.BytesIO(memory[place.start : place.start + place.nbytes])
     if not place.nbytes:

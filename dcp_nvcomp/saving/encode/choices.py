@@ -22,9 +22,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dcp_nvcomp.codecs.auto import STORED, Judge, Look, judged_nbytes, literal_exponents
 from dcp_nvcomp.codecs.base import CodecChain, ElementType, ScratchArrays
-from dcp_nvcomp.codecs.choose import TINY_NBYTES, Auto, CodecChooser, sample_nbytes
+from dcp_nvcomp.codecs.choose import (
+    STORED,
+    TINY_NBYTES,
+    Auto,
+    CodecChooser,
+    Judge,
+    Look,
+    judged_nbytes,
+    literal_exponents,
+    sample_nbytes,
+)
 from dcp_nvcomp.codecs.registry import check_chain
 from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array
@@ -134,8 +143,6 @@ class _Place(NamedTuple):
 
 
 class AutoChoice(ChainChoice):
-    """The choice for one record in host memory."""
-
     def __init__(
         self, record: Record, array: HostArray, grid: BlockGrid, remembered: RememberedChoices | None = None
     ) -> None:
@@ -293,8 +300,6 @@ def _repeats(place: _Place, element: ElementType, scratch: ScratchArrays) -> boo
 
 
 class CodecPolicy:
-    """Picks codec chains."""
-
     def __init__(self, chooser: CodecChooser) -> None:
         self._chooser = chooser
         self._auto = Auto()

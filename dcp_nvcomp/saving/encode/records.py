@@ -14,9 +14,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_nvcomp.codecs.auto import Judge
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES, ELEMENT_TYPES, CodecChain, ElementType
-from dcp_nvcomp.codecs.choose import CodecChooser, sample_nbytes
+from dcp_nvcomp.codecs.choose import CodecChooser, Judge, sample_nbytes
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.coders import ENCODE
 from dcp_nvcomp.engines.tensors import (
@@ -51,8 +50,6 @@ _UINT8 = ELEMENT_TYPES["uint8"]
 
 
 class RecordMaker:
-    """Makes records of one data file's items."""
-
     def __init__(
         self, chooser: CodecChooser, engine: EngineChoice, remembered: RememberedChoices, *, pack: bool
     ) -> None:
@@ -128,7 +125,6 @@ def _source(tensor: torch.Tensor, *, on_cuda: bool) -> Source:
 
 
 def _ready(index: MetadataIndex, record: Record, dtype: str, choice: ChainChoice, source: Source) -> Ready:
-    """Return a record with blocks of its own."""
     chain = choice.chain
     if isinstance(source, HostSource) and chain.block_nbytes == BLOCK_NBYTES:
         grid = box_grid(record.shape, record.element.nbytes)
@@ -229,7 +225,6 @@ class Packer:
         return pack, ready
 
     def _closed(self, pack: _Pack) -> Ready:
-        """Return one record of all the parts, in one block."""
         element, sampled_nbytes = pack.element, sample_nbytes(pack.nbytes)
         source: Source
         if pack.arrays:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_nvcomp.codecs.auto import Judge
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, ScratchArrays
+from dcp_nvcomp.codecs.choose import Judge
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
@@ -26,8 +26,6 @@ U8 = npt.NDArray[np.uint8]
 
 
 class Workbench:
-    """Engines and scratch memory that an encoding thread keeps from task to task."""
-
     def __init__(self, policy: EnginePolicy) -> None:
         self.cpu = CpuEngine()
         self.scratch = ScratchArrays()
@@ -60,8 +58,6 @@ class ChainChoice:
 
 
 class Source(ABC):
-    """A shard's elements."""
-
     @property
     @abstractmethod
     def cuda_device(self) -> torch.device | None:
@@ -70,15 +66,12 @@ class Source(ABC):
 
 @dataclass(frozen=True)
 class Part:
-    """Some blocks of one shard."""
-
     source: Source
     choice: ChainChoice
     boxes: Sequence[Box]
 
 
 def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tuple[list[EncodedBlock], int]:
-    """Encode parts that all belong to one engine."""
     device = parts[0].source.cuda_device
     if device is not None:
         jobs: list[EncodeJob] = []
@@ -105,8 +98,6 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tu
 
 
 class _HostEncoded(Source):
-    """A shard that the CPU engine encodes."""
-
     @property
     def cuda_device(self) -> None:
         return None
@@ -118,8 +109,6 @@ class _HostEncoded(Source):
 
 @dataclass(frozen=True)
 class HostSource(_HostEncoded):
-    """A shard in host memory."""
-
     array: HostArray
 
     def strips(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[RowStrip]:
@@ -190,8 +179,6 @@ class _CudaEncoded(Source):
 
 
 class CudaSource(_CudaEncoded):
-    """A shard: one tensor."""
-
     def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
         (tensor,) = self.tensors
         return [EncodeJob((tensor[box.index],), chain, self.ready) for box in boxes]

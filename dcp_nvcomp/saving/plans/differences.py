@@ -65,8 +65,6 @@ class _Told(NamedTuple):
 
 
 class Comparison:
-    """Compares what the ranks of one save have under the same keys."""
-
     def __init__(self, ranks: Sequence[int], on_difference: OnDifference) -> None:
         self.ranks, self._on_difference = ranks or (0,), on_difference
         self._found: dict[str, int] | None = None

@@ -20,23 +20,19 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_nvcomp.calls.flattening import flatten
 from dcp_nvcomp.calls.ranks import Call
-from dcp_nvcomp.calls.values import PLAIN_TENSORS, is_default_planner, unwrapped
+from dcp_nvcomp.calls.values import PLAIN_TENSORS, flatten, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
 from dcp_nvcomp.saving.encode.objects import serialized
-from dcp_nvcomp.saving.kept import process_state
 from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
-from dcp_nvcomp.saving.plans.global_plan import GlobalPlan
-from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey, Proposal, Structure, agree, structure_of
+from dcp_nvcomp.saving.plans.kept_plans import GlobalPlan, KeptPlan, PlanKey, Proposal, Structure, agree, structure_of
+from dcp_nvcomp.saving.process_state import process_state
 
 logger = logging.getLogger(__name__)
 
 
 class KeepingPlanner(SavePlanner):
-    """Plans one save."""
-
     def __init__(
         self,
         planner: SavePlanner | None,
@@ -96,7 +92,6 @@ class KeepingPlanner(SavePlanner):
                     self._pickled[fqn] = error
 
     def agree(self, state_dict: dict[str, Any], group: dist.ProcessGroup | None, call: Call) -> None:
-        """Agree with the other ranks on the plan to use. All ranks have to call this."""
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
         self.comparison = Comparison(ranks, self._on_difference)
         if self._is_default and self._failure is None:

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 import fsspec.config
 
-from dcp_nvcomp.calls.unknown_options import refuse_unknown
+from dcp_nvcomp.calls.suggestions import refuse_unknown
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.remote import option_nbytes

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import fsspec.asyn
 import fsspec.config
 
-from dcp_nvcomp.calls.unknown_options import refuse_unknown
+from dcp_nvcomp.calls.suggestions import refuse_unknown
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.objects.bucket import (

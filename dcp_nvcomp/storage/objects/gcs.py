@@ -21,7 +21,7 @@ import crc32c
 import fsspec.config
 
 from dcp_nvcomp.calls.json_text import parse_json
-from dcp_nvcomp.calls.unknown_options import refuse_unknown
+from dcp_nvcomp.calls.suggestions import refuse_unknown
 from dcp_nvcomp.errors import ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.objects.bucket import (

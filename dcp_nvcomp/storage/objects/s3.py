@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import fsspec
 
-from dcp_nvcomp.calls.unknown_options import unknown_option
+from dcp_nvcomp.calls.suggestions import unknown_option
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import Below, UnfinishedUpload, already_published

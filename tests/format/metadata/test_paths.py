@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from dcp_nvcomp.calls.flattening import flatten, nested
+from dcp_nvcomp.calls.values import flatten, nested
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import has_keys, merged_paths, paths_of, paths_to_store
 

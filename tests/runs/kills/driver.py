@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager, Keep, load
-from dcp_nvcomp.runs.tiers import transfer
+from dcp_nvcomp.runs.tiers import nodes as transfer
 from tests.faults import forked
 from tests.runs import jobs
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.runs.replicas.replicas import digest_of, entries, joined, missing_on, whole_sets, with_entries
+from dcp_nvcomp.runs.replicas import digest_of, entries, joined, missing_on, whole_sets, with_entries
 from tests.distributed.launch import RankPool
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.staging import staged_by
 from dcp_nvcomp import ConfigurationError, NvcompReader, async_save, tools
-from dcp_nvcomp.saving.asynchronous.copied_write import CopiedWrite
+from dcp_nvcomp.saving.asynchronous.staging import CopiedWrite
 from tests.checkpoints import damage
 from tests.distributed.launch import RankPool
 from tests.runs import jobs

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from benchmarks.staging import Staged, staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, SaveStats, async_save, errors
-from dcp_nvcomp.saving import kept as keeping
+from dcp_nvcomp.saving import process_state as keeping
 from dcp_nvcomp.saving.data_files import DataFileWriter
 from dcp_nvcomp.saving.encode import sources
-from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.storage.local.output import PosixOutput
 from tests.checkpoints import assert_loads, file_names, save
 from tests.conformance.sabotage import FailingSavePlanner, Sabotage
@@ -432,7 +432,7 @@ def test_our_errors_are_raised_as_they_are(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_before_the_wait_leaves_no_save_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dcp_nvcomp.saving.asynchronous.sequence import SaveSequence
+    from dcp_nvcomp.saving.process_state import SaveSequence
 
     really_begin, uploads = SaveSequence.begin, []
 

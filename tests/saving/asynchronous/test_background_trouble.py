@@ -25,8 +25,8 @@ from dcp_nvcomp import NvcompWriter, errors
 from dcp_nvcomp.saving.asynchronous import background as module
 from dcp_nvcomp.saving.asynchronous import background_child
 from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
-from dcp_nvcomp.saving.asynchronous.background_messages import own_package
-from dcp_nvcomp.saving.kept import forget_all, process_state
+from dcp_nvcomp.saving.asynchronous.background_child import own_package
+from dcp_nvcomp.saving.process_state import forget_all, process_state
 from dcp_nvcomp.storage.processes import StorageSettings, storage_of
 from tests.checkpoints import assert_loads
 from tests.saving.asynchronous.test_copies import (
@@ -70,9 +70,9 @@ def test_its_death_is_noticed_though_a_fork_holds_its_sockets(tmp_path: Path, mo
     """A data loader's worker that is forked just then inherits the other ends, which so are never closed."""
     start, held = module._start, list[int]()
 
-    def forking(descriptors: Any) -> Any:
-        held.extend(map(os.dup, descriptors))
-        return start(descriptors)
+    def forking(descriptor: int) -> Any:
+        held.append(os.dup(descriptor))
+        return start(descriptor)
 
     monkeypatch.setattr(module, "_start", forking)
     saving = begin({"w": torch.randn(1 << 22)}, f"limited://{tmp_path}", rate=1e6)
@@ -143,7 +143,7 @@ def test_without_a_process_the_state_is_saved_all_the_same(
 def test_another_installation_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module.messages, "own_package", lambda: "another version")
+    monkeypatch.setattr(background_child, "own_package", lambda: "another version")
     finish(begin(small_state(), tmp_path))
     assert_loads(tmp_path, small_state())
     assert f"another installation, {own_package()}" in caplog.text

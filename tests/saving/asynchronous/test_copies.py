@@ -22,9 +22,9 @@ from benchmarks.staging import Staged, staged_by
 from dcp_nvcomp import AsyncSave, NvcompWriter, SaveStats, async_save, errors
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import parse_codec
-from dcp_nvcomp.saving.asynchronous.async_save import spare_core_count
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegment
-from dcp_nvcomp.saving.kept import forget_all, process_state
+from dcp_nvcomp.saving.process_state import forget_all, process_state
+from dcp_nvcomp.saving.save import spare_core_count
 from tests.checkpoints import assert_loads, file_names, save
 from tests.conformance.sabotage import Sabotage
 from tests.states import State, small_state
@@ -284,7 +284,7 @@ _SAVES = """
 import os, sys, time, torch
 from benchmarks.staging import staged_by
 from dcp_nvcomp import async_save
-from dcp_nvcomp.saving.kept import process_state
+from dcp_nvcomp.saving.process_state import process_state
 state = {"w": torch.arange(1000000)}
 def begin(path):
     with staged_by("copy"):

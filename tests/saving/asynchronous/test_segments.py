@@ -10,7 +10,7 @@ import pytest
 
 from dcp_nvcomp.codecs.base import BlockRow, EncodedBlock
 from dcp_nvcomp.saving.asynchronous.segments import HOST_SEGMENT_NBYTES, SegmentStores, StagingMemory
-from dcp_nvcomp.saving.encode.buffers import HOST_ROOM_NBYTES, Cancelled, Room
+from dcp_nvcomp.saving.encode.tasks import HOST_ROOM_NBYTES, Cancelled, Room
 
 LARGE = 1 << 40
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors, save
-from dcp_nvcomp.saving.kept import forget_all, process_state
+from dcp_nvcomp.saving.process_state import forget_all, process_state
 from tests.checkpoints import assert_loads
 from tests.checkpoints import save as dcp_save
 from tests.conformance.sabotage import Sabotage
@@ -146,7 +146,7 @@ def test_kept_plans_make_the_checkpoints_of_new_ones(
 
 
 def _keep_on(keeping: Any) -> None:
-    from dcp_nvcomp.saving import kept as module
+    from dcp_nvcomp.saving import process_state as module
 
     module._kept = keeping
 

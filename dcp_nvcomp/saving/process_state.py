@@ -1,13 +1,16 @@
-"""The asynchronous saves of one process group, in their order, two at most under way at once.
+"""What saves of a process keep for the next ones: plans, choices of codecs, segments, and which saves are under way.
 
-Collectives of two saves must not meet, nor those of training. So there are two gloo groups of our own, which saves use
-in turn, and a third one, over which the ranks of a save first agree that it is the same one everywhere.
+The asynchronous saves of a process group are made in their order, two at most under way at once. Collectives of two
+saves must not meet, nor those of training. So there are two gloo groups of our own, which saves use in turn, and a
+third one, over which the ranks of a save first agree that it is the same one everywhere.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +18,101 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.calls.process_groups import give_back, is_registered
+from dcp_nvcomp.calls.process_groups import give_back, is_registered, own_groups
 from dcp_nvcomp.calls.ranks import Call, meet
 from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
+from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
+from dcp_nvcomp.saving.asynchronous.segments import SegmentStores
+from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.asynchronous.staging import Staging, UploadFuture
+from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.plans.kept_plans import KeptPlans
+
+
+class ProcessState:
+    def __init__(self) -> None:
+        self.plans = KeptPlans()
+        self.choices = RememberedChoices()
+        self.stores = SegmentStores()
+        self.shared = SharedSegments()
+        self.lock = threading.Lock()
+        self._sequences: list[SaveSequence] = []
+        self._background: BackgroundProcess | None = None
+        self._starting = threading.Lock()
+
+    def sequence(self, group: dist.ProcessGroup | None, call: Call) -> SaveSequence:
+        """Return the asynchronous saves over a group; all ranks of a group call this in the same order."""
+        for sequence in list(self._sequences):
+            if not sequence.is_usable:
+                self._end(sequence)
+            elif sequence.group is group:
+                return sequence
+        made = SaveSequence(group, () if group is None else own_groups(group, call, GROUP_COUNT))
+        self._sequences.append(made)
+        return made
+
+    def end_sequence(self, group: dist.ProcessGroup) -> None:
+        """Wait for the asynchronous saves over a group and release what they used; all its ranks call this."""
+        for sequence in list(self._sequences):
+            if sequence.group is group:
+                self._end(sequence)
+
+    def _end(self, sequence: SaveSequence) -> None:
+        self._sequences.remove(sequence)
+        sequence.end()
+
+    def background(self) -> BackgroundProcess:
+        with self._starting:
+            if self._background is not None and self._background.start_failure is not None:
+                raise OSError(self._background.start_failure)  # it would fail at each save, after seconds
+            if self._background is None or not self._background.is_usable:
+                self._background = BackgroundProcess()
+            return self._background
+
+    def free(self) -> None:
+        """Free the memory that no save uses, and end the background process once it has nothing to do."""
+        self.stores.clear()
+        self.shared.clear()
+        with self._starting:
+            background, self._background = self._background, None
+        if background is not None:
+            background.retire()
+
+    def abandon(self) -> None:
+        """Forget what belongs to the process that this one was forked from."""
+        self.shared.abandon()
+        if self._background is not None:
+            self._background.abandon()
+
+
+_kept = ProcessState()
+# What a forked child got from its parent. Kept for good: the destructor of a process group waits for threads that the
+# child does not have.
+_of_parents: list[ProcessState] = []
+
+
+def process_state() -> ProcessState:
+    return _kept
+
+
+def forget_all() -> None:
+    """Keep nothing, as a new process does; saves that are under way go on."""
+    global _kept
+    before, _kept = _kept, ProcessState()
+    before.free()
+
+
+def _begin_again() -> None:
+    """In a forked child: it has none of the threads of the saves, one of which may hold a lock, nor what they share."""
+    global _kept
+    before, _kept = _kept, ProcessState()
+    before.abandon()
+    _of_parents.append(before)
+
+
+os.register_at_fork(after_in_child=_begin_again)
+atexit.register(lambda: _kept.free())
+
 
 logger = logging.getLogger(__name__)
 

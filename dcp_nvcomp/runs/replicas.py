@@ -1,7 +1,7 @@
 """The replicas of a run: ranks that hold the whole state together, and save it in their own nodes' fast tiers.
 
 Replicas keep the same shards anyway, so nothing of these moves. The little that is a rank's own goes to the others
-while training waits.
+while training waits. What they have saved is compared by the checksums in their files; no tensor is read for that.
 """
 
 from __future__ import annotations
@@ -13,23 +13,30 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dcp_nvcomp.calls.process_groups import give_back, offer_of, take
 from dcp_nvcomp.calls.ranks import global_ranks, limit_of
+from dcp_nvcomp.calls.values import leaves
+from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
+from dcp_nvcomp.format.data_file import find_data_file, read_footer
+from dcp_nvcomp.format.footer import Footer
+from dcp_nvcomp.format.names import data_file_rank
+from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, Record
 from dcp_nvcomp.runs.agreement import Ranks
-from dcp_nvcomp.runs.options import REPLICAS
 from dcp_nvcomp.runs.tiers.nodes import Nodes
-from dcp_nvcomp.saving.asynchronous.async_save import end_sequence
+from dcp_nvcomp.saving.commit import WrittenSave
+from dcp_nvcomp.saving.save import end_sequence
+from dcp_nvcomp.storage.base import Filesystem
 
 
 @dataclass(frozen=True)
 class Replica:
-    """What this rank saves together with the ranks of its replica."""
-
     all: tuple[tuple[int, ...], ...]  # the ranks of each replica
     values: dict[str, Any]  # the state, with what this replica lacked
     group: dist.ProcessGroup  # the process group of this replica
@@ -48,7 +55,9 @@ class _Offer:
 class Replicas:
     """Arranges the ranks of a run in replicas, by what they save. All ranks call the same methods."""
 
-    def __init__(self, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup) -> None:
+    def __init__(self, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup | None) -> None:
+        if group is None:
+            raise ConfigurationError('copies="replicas" needs a process group: there are no replicas in one process.')
         self._ranks, self._nodes = ranks, nodes
         self._global_ranks, self._limit = global_ranks(group), limit_of(group)
         self._layouts: list[Any] | None = None
@@ -57,7 +66,6 @@ class Replicas:
         self._group: dist.ProcessGroup | None = None
 
     def replica_of(self, values: dict[str, Any], until_idle: Callable[[], None]) -> Replica:
-        """Return what this rank's replica saves of a state."""
         offers = self._offers(values)
         if self._layouts != [offer.layout for offer in offers]:
             self._arrange(values, offers, until_idle)
@@ -125,15 +133,6 @@ class Replicas:
             give_back([group])
 
 
-def replicas_for(copies: int | str, ranks: Ranks, nodes: Nodes, group: dist.ProcessGroup | None) -> Replicas | None:
-    """Return what arranges replicas; None if copies are sent."""
-    if copies != REPLICAS:
-        return None
-    if group is None:
-        raise ConfigurationError(f"copies={copies!r} needs a process group: there are no replicas in one process.")
-    return Replicas(ranks, nodes, group)
-
-
 def _paths(values: Mapping[str, Any]) -> dict[Path, bool]:
     return {path: is_sharded(value) for path, value in entries(values)}
 
@@ -154,13 +153,9 @@ def whole_sets(values: Iterable[Any], ranks: Sequence[int]) -> frozenset[RankSet
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[DTensor]:
-    for value in values:
+    for value in leaves(list(values)):
         if isinstance(value, DTensor):
             yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value.values())
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
         elif hasattr(value, "local_shards"):
             raise ConfigurationError(
                 'copies="replicas" goes by the placements of DTensors, and this state has a '
@@ -169,7 +164,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[DTensor]:
 
 
 def is_sharded(value: Any) -> bool:
-    """True if a value is a DTensor, or has some in it."""
     return next(_tensors([value]), None) is not None
 
 
@@ -209,7 +203,6 @@ def joined(count: int, sets: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], 
 
 
 def entries(values: Mapping[Any, Any], at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield what is no dict in a nested state, with its path."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from entries(value, (*at, key))
@@ -218,7 +211,6 @@ def entries(values: Mapping[Any, Any], at: Path = ()) -> Iterator[tuple[Path, An
 
 
 def digest_of(paths: Mapping[Path, bool]) -> bytes:
-    """Return a digest of paths, and of which entries are sharded."""
     return hashlib.sha256(repr(list(paths.items())).encode()).digest()
 
 
@@ -277,3 +269,101 @@ def with_entries(values: Mapping[Any, Any], added: Mapping[Path, Any]) -> dict[A
     if result.keys() == values.keys():
         return result
     return {key: result[key] for key in sorted(result, key=repr)}
+
+
+_ROW = np.dtype([("record", "<u8"), ("crc", "<u4")])
+Rows = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    written: WrittenSave  # what it consists of; its files are named by the places of their ranks in `ranks`
+    ranks: tuple[int, ...]  # the ranks that made it
+    seconds: float  # how long the slowest of them took
+
+    def files_of(self, rank: int) -> dict[str, int]:
+        return {name: self.written.files[name] for name, writer in self.senders().items() if writer == rank}
+
+    def senders(self) -> dict[str, int]:
+        places = {name: data_file_rank(name) for name in self.written.files}
+        return {name: self.ranks[place] for name, place in places.items() if place is not None}
+
+
+def written_by(
+    ranks: Ranks, replicas: Sequence[Sequence[int]], written: WrittenSave | None, seconds: float
+) -> list[WrittenPart]:
+    """Tell all ranks what was written; all ranks call this."""
+    if not replicas:
+        return [WrittenPart(ranks.share(written), tuple(range(ranks.count)), seconds)]
+    found, parts = ranks.gather((written, seconds)), []
+    for replica in replicas:
+        own = found[replica[0]][0]
+        assert own is not None, "the first rank of a group publishes what it saves"
+        parts.append(WrittenPart(own, tuple(replica), max(found[rank][1] for rank in replica)))
+    return parts
+
+
+@dataclass(frozen=True)
+class Compared:
+    differing: tuple[str, ...]  # the tensors that replicas have saved with different values
+    is_complete: bool  # False if replicas have divided something differently, which so could not be compared
+
+
+def compared(
+    ranks: Ranks, replicas: Sequence[Sequence[int]], filesystem: Filesystem, files: Mapping[str, int]
+) -> Compared:
+    """Compare what replicas have saved; all ranks call this.
+
+    Tensors are compared shard by shard, and the small ones that share blocks together. Other values are not: pickles of
+    equal objects may differ.
+    """
+    names: dict[int, list[str]] = {}
+    crcs: dict[int, int] = {}
+
+    def read() -> None:
+        for name, nbytes in files.items():
+            footer = read_footer(filesystem, find_data_file(filesystem, name, nbytes))
+            for number, fqns, crc in _crcs(footer):
+                names[number], crcs[number] = fqns, crc
+
+    ranks.together(read)
+    rows = ranks.gather(np.array(sorted(crcs.items()), _ROW).tobytes())
+    by_replica = [np.concatenate([np.frombuffer(rows[rank], _ROW) for rank in one]) for one in replicas]
+    differing = _differing(by_replica)
+    records = [set(one["record"].tolist()) for one in by_replica]
+    if not differing:
+        return Compared((), all(one == records[0] for one in records))
+    mine = {fqn for at in differing & names.keys() for fqn in names[at]}
+    return Compared(tuple(sorted(set().union(*ranks.gather(mine)))), is_complete=True)
+
+
+def _differing(replicas: Sequence[Rows]) -> set[int]:
+    known: dict[int, int] = {}
+    differing = set()
+    for rows in replicas:
+        for record, crc in rows.tolist():
+            if known.setdefault(record, crc) != crc:
+                differing.add(record)
+    return differing
+
+
+def _crcs(footer: Footer) -> Iterator[tuple[int, list[str], int]]:
+    members: dict[int, list[Record]] = {}
+    for record in footer.records:
+        if record.pack is not None:
+            members.setdefault(record.pack[0], []).append(record)
+    for at, record in enumerate(footer.records):
+        if record.grid is None or record.kind not in (KIND_TENSOR, KIND_PACK):
+            continue
+        inside = members.get(at, []) if record.kind == KIND_PACK else [record]
+        shape = record.grid.block_shape  # CRCs are of blocks, so these have to be cut alike
+        blocks = slice(record.first_block, record.first_block + record.block_count)
+        identity = ([_identity(one) for one in inside], record.element.name, shape)
+        digest = hashlib.sha256(repr(identity).encode()).digest()
+        crc = checksum(footer.tables.uncompressed_crc[blocks].astype("<u4").view(np.uint8))
+        yield int.from_bytes(digest[:8], "little"), [one.fqn for one in inside], crc
+
+
+def _identity(record: Record) -> tuple[object, ...]:
+    first_element = None if record.pack is None else record.pack[1]
+    return record.kind, record.fqn, record.offsets, record.shape, record.global_shape, first_element
