@@ -15,12 +15,10 @@ from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, Checkpoint
 from tests.distributed.launch import RankPool
 
 from .children import run_two_writers
-from .kinds import MARKED
+from .kinds import on
 from .places import Place, error_of
 
-BY_RANKS = pytest.mark.parametrize(
-    "kind", [MARKED[name] for name in ("disk", "moto", "ceph", "azure", "gcs")], indirect=True
-)
+BY_RANKS = on("disk", "moto", "ceph", "azure", "gcs")
 
 
 @pytest.mark.ci
