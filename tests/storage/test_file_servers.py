@@ -295,7 +295,12 @@ _LOGINS: dict[str, tuple[str, Callable[[Any, Path], dict[str, Any]], int, str]] 
     "host_not_known": ("sftp", lambda kind, _: {"known_hosts": os.devnull}, errno.EACCES, "host key.*ssh-keyscan"),
     "host_that_is_another": ("sftp", _known_host, errno.EACCES, "host key.*ssh-keyscan"),
     "no_such_key": ("sftp", lambda kind, _: {"client_keys": "/no/such/key"}, errno.EINVAL, "/no/such/key"),
-    "wrong_type": ("sftp", lambda kind, _: {"encryption_algs": 5}, errno.EINVAL, "an option of the SSH client can't be"),
+    "wrong_type": (
+        "sftp",
+        lambda kind, _: {"encryption_algs": 5},
+        errno.EINVAL,
+        "an option of the SSH client can't be",
+    ),
     "no_package": (
         *("smb", lambda kind, _: {"auth_protocol": "kerberos"}, errno.EINVAL),
         r"gssapi library: pip install 'smbprotocol\[kerberos\]'",

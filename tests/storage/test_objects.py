@@ -10,7 +10,6 @@ import errno
 import gc
 import multiprocessing
 import socket
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -219,14 +218,14 @@ def test_an_upload_takes_few_parts_of_memory(place: Location) -> None:
 @pytest.mark.parametrize("ends", ["abort", "close", "write"])
 def test_an_upload_that_fails_commits_nothing(kind: S3, place: Location, ends: str) -> None:
     """It is aborted; or its parts are gone when the next one is written or it is closed, as by a lifecycle rule."""
-    filesystem = opened(place, deadline_seconds=4)  # moto says 500
+    filesystem = opened(place, deadline_seconds=8)  # moto says 500
     stream = filesystem.open_output("large")
-    stream.write(bytes(40 << 20))
+    stream.write(bytes(20 << 20))
     assert len(unfinished_uploads(kind, place)) == 1
     if ends != "abort":
         kind.client.clear_multipart_uploads(place[0].split("/")[2])
         with pytest.raises(StorageError) as caught:
-            stream.write(bytes(40 << 20)) if ends == "write" else stream.close()
+            stream.write(bytes(20 << 20)) if ends == "write" else stream.close()
         assert caught.value.path == f"{place[0]}/large"
     if ends == "write":
         with pytest.raises(AssertionError):
@@ -290,29 +289,6 @@ def test_checksums_of_parts(place: Location) -> None:
 
 
 # --- publishing ------------------------------------------------------------------------------------------------------
-
-
-def test_writers_of_the_same_moment(place: Location) -> None:
-    """One of those that may not replace wins; of those that may, the last one's bytes are there, whole."""
-    filesystems = [opened(place) for _ in range(8)]
-    barrier = threading.Barrier(len(filesystems))
-
-    def publish_one(number: int, name: str, overwrite: bool) -> bool:
-        barrier.wait()
-        try:
-            filesystems[number].publish(name, bytes([number]) * 1000, overwrite=overwrite)
-        except ConcurrentSaveError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(len(filesystems)) as pool:
-        for turn in range(10):
-            won = list(pool.map(publish_one, range(8), [f"{turn}"] * 8, [False] * 8))
-            found = filesystems[0].read_all(f"{turn}", limit_nbytes=1000)
-            assert won.count(True) == 1 and found == bytes([won.index(True)]) * 1000
-            assert all(pool.map(publish_one, range(8), [f"{turn}"] * 8, [True] * 8))
-            found = filesystems[0].read_all(f"{turn}", limit_nbytes=1000)
-            assert len(found) == 1000 and len(set(found)) == 1
 
 
 def lose_an_answer(bucket: type[Bucket], patch: pytest.MonkeyPatch, *, done: bool, other: Any = None) -> list[str]:
@@ -518,11 +494,11 @@ def test_a_forked_child_is_refused_what_its_parent_opened(place: Location, kind_
     filesystem = opened(place)
     unfinished = filesystem.open_output("unfinished")
     unfinished.write(bytes(40 << 20))
-    words = "forkserver" if kind_name == "azure" else "was opened by the process that this one was forked from"
-    assert words in _error_in_child(lambda: unfinished.write(bytes(40 << 20)))
-    assert words in _error_in_child(lambda: filesystem.read("a", 0, 1))
+    of_ours = "was opened by the process that this one was forked from"
+    assert of_ours in _error_in_child(lambda: filesystem.read("a", 0, 1))
     if kind_name == "azure":
-        assert words in _error_in_child(lambda: opened(place))
+        assert "forkserver" in _error_in_child(lambda: unfinished.write(bytes(40 << 20)))
+        assert "forkserver" in _error_in_child(lambda: opened(place))
     unfinished.close()
     assert filesystem.file_nbytes("unfinished") == 40 << 20
 
@@ -551,7 +527,7 @@ def test_the_workers_of_a_data_loader(place: Location, context: str) -> None:
     assert all(torch.equal(found[key], state[key]) for key in state)
 
 
-# --- Google's options that the server sees -----------------------------------------------------------------------------
+# --- Google's options that the server sees ----------------------------------------------------------------------------
 
 
 @GCS

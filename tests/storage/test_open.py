@@ -404,7 +404,12 @@ def test_credentials_of_the_options_are_not_mixed_with_the_environments(
     text = f"AccountName={base['account_name']};AccountKey={options['account_key']};BlobEndpoint={base['endpoint']}"
     signed = f"BlobEndpoint={base['endpoint']};SharedAccessSignature={token}"
     for name, value in _WRONG.items():
-        for given in (options, {**base, "sas_token": token}, {"connection_string": text}, {"connection_string": signed}):
+        for given in (
+            options,
+            {**base, "sas_token": token},
+            {"connection_string": text},
+            {"connection_string": signed},
+        ):
             with monkeypatch.context() as patch:
                 patch.setenv(f"AZURE_STORAGE_{name}", value)
                 filesystem = open_filesystem(url, storage_options=given, deadline_seconds=20)

@@ -3,7 +3,7 @@
     kinds.py    the kinds of storage: where a checkpoint goes, which server is behind it, how it is killed
     places.py   one checkpoint's place, what is saved there, and the questions that are asked afterwards
     calls.py    a hook between the package and the calls of its storage layer
-    children.py processes that save and are killed, or save to one path at the same time
+    children.py processes that save and are killed
 
 Each test runs once for each kind: `-m s3`, `-m azure`, `-m gcs`, `-m sftp`, `-m smb`, or `-k "disk or mounted"`. Each
 worker of pytest-xdist starts the servers that it needs, once (tests/servers). `mounted` is a directory on any file

@@ -106,7 +106,9 @@ PROMISES: Final = (
         usual="yes",
         cells={
             **_LOCAL,
-            "ceph": Cell("yes", "tests/faults/test_object_store_faults.py::test_a_server_killed_and_restarted_during_a_save"),
+            "ceph": Cell(
+                "yes", "tests/faults/test_object_store_faults.py::test_a_server_killed_and_restarted_during_a_save"
+            ),
             "ftp": Cell("it fails", f"{_STORES}test_scenarios.py::test_an_ftp_server_that_is_killed"),
         },
     ),
@@ -122,7 +124,7 @@ PROMISES: Final = (
     ),
     Promise(
         "Of two saves that overwrite at once one survives, whole",
-        "test_two_writers.py::test_the_survivor_is_one_of_the_two[{}-5]",
+        "test_two_writers.py::test_the_survivor_is_one_of_the_two[{}-2]",
         usual="yes",
         cells={"ftp": _NOTHING},
     ),

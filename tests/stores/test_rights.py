@@ -174,4 +174,3 @@ def test_modes_of_a_directory(mode: int) -> None:
         else:
             _assert_denied(error, place)
             assert loaded == 1
-

@@ -113,7 +113,13 @@ def _smb(server: SmbServer, place: Place) -> dict[str, Login]:
     }
 
 
-_LOGINS: dict[str, Callable[[Any, Place], dict[str, Login]]] = {"moto": _s3, "azure": _azure, "gcs": _gcs, "sftp": _sftp, "smb": _smb}
+_LOGINS: dict[str, Callable[[Any, Place], dict[str, Login]]] = {
+    "moto": _s3,
+    "azure": _azure,
+    "gcs": _gcs,
+    "sftp": _sftp,
+    "smb": _smb,
+}
 _WAYS = {
     "moto": ("secret",),
     "azure": ("account_key", "sas_token", "connection_string"),
@@ -290,8 +296,8 @@ def test_services_that_log_in_elsewhere_tell_no_secret(url: str, options: dict[s
     with nothing_tells(WRONG) as said:
         said.append(
             what_is_said(
-                lambda: open_filesystem(
-                    url, storage_options={**options, **endpoint}, deadline_seconds=2
-                ).file_nbytes("x")
+                lambda: open_filesystem(url, storage_options={**options, **endpoint}, deadline_seconds=2).file_nbytes(
+                    "x"
+                )
             )
         )
