@@ -165,10 +165,16 @@ class ReplaceFilesystem(RefusingFilesystem):
 class ObjectFilesystem(PlainFilesystem):
     protocol = "plain-object"
 
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "wb":  # there are no directories that would have to be made
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        return super()._open(path, mode, **options)
+
     def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
         self.hook("pipe_file", self._put, self._strip_protocol(path), value)
 
     def _put(self, path: str, value: bytes) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(f"{path}.put", "wb") as file:
             file.write(value)
         os.replace(f"{path}.put", path)

@@ -1,4 +1,4 @@
-"""Fixtures of the stores: `place` on each kind of storage; `networked` and `served` for what is done to servers."""
+"""Fixtures of the stores: `place` on each kind of storage, and `networked` for connections that are cut."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from tests.distributed.launch import ranks
 from tests.servers.wire import Wire
 
-from .kinds import ALL, NETWORKED, SERVED, Kind, Reachable, Served
+from .kinds import ALL, NETWORKED, Kind, Reachable
 from .places import Place
 
-__all__ = ["Networked", "Running", "ranks"]
+__all__ = ["Networked", "ranks"]
 
 
 def fresh(kind: Kind) -> Iterator[Place]:
@@ -50,18 +50,3 @@ def networked(request: pytest.FixtureRequest, kind_named: Callable[[str], Any]) 
         for direct in fresh(kind):
             url, options = kind.through((direct.url, direct.options), wire.port)
             yield Networked(direct, Place(url, options), wire)
-
-
-@dataclass(frozen=True)
-class Running:
-    """A place whose server a test may kill."""
-
-    place: Place  # on it
-    server: Served  # what can be killed; the test starts it again
-
-
-@pytest.fixture(params=SERVED)
-def served(request: pytest.FixtureRequest, kind_named: Callable[[str], Any]) -> Iterator[Running]:
-    kind: Served = kind_named(request.param)
-    for place in fresh(kind):
-        yield Running(place, kind)
