@@ -22,7 +22,10 @@ from .files import in_parts, made, opened, part_nbytes, write_file
 pytestmark = pytest.mark.filterwarnings("ignore:.*can't replace a file in one step")
 
 _HERE = parameters("disk", "memory", "plain-moving", "plain-posix", "plain-refusing", "plain")
-_THERE = [pytest.param(*one.values, marks=[*one.marks, pytest.mark.ci], id=one.id) for one in NETWORKED]
+_THERE = [
+    pytest.param(*one.values, marks=[*one.marks, pytest.mark.ci], id=one.id)
+    for one in (*parameters("mounted"), *NETWORKED)
+]
 _UNSAFE_NAMES = (
     *("", "/x", "..", "../x", "a/../x", "a/..", "./x", "a//x", "a/", "a\\x"),
     *("x\0", "x\n", "file:x", "s3://b/x", "memory::x", "a::b"),
