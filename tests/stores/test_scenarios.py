@@ -29,7 +29,7 @@ from dcp_nvcomp import (
 from dcp_nvcomp.maintenance.recovery import RECOVERED
 from dcp_nvcomp.runs import list_run
 from tests.checkpoints import assert_holds, load
-from tests.conformance.plugins import OURS, OURS_FROM_STOCK, Plugin
+from tests.conformance.plugins import OURS, OURS_FROM_STOCK, Plugin, quiet_stock
 from tests.conformance.values import all_values
 from tests.distributed.launch import RankPool
 from tests.states import assert_same, assert_same_bits, opposite_of
@@ -37,7 +37,7 @@ from tests.states import assert_same, assert_same_bits, opposite_of
 from .kinds import EVERYWHERE, on
 from .places import PART_NBYTES, Place
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*can't replace a file in one step")
+pytestmark = [pytest.mark.filterwarnings("ignore:.*can't replace a file in one step"), *quiet_stock]
 
 
 @pytest.mark.ci
