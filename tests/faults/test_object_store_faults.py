@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import gc
 import os
 import pickle
@@ -31,8 +30,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
+from dcp_nvcomp.storage.attempts import Attempts
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.s3.client import S3Client
+from dcp_nvcomp.storage.objects.s3 import S3Bucket
 from tests.distributed.launch import RankPool, ranks
 from tests.stores.kinds import S3, Reachable, parameters
 from tests.stores.places import PART_NBYTES, Place
@@ -92,8 +92,7 @@ def wire(
     request: pytest.FixtureRequest, kind_named: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Wire]:
     """A store by its name; tests wait for what is retried, not for the pauses between."""
-    quick = functools.partial(S3Client, first_pause_seconds=0.01)
-    monkeypatch.setattr("dcp_nvcomp.storage.s3.filesystem.S3Client", quick)
+    monkeypatch.setattr(Attempts, "_first_pause_seconds", 0.01)
     kind: Reachable = kind_named(request.param)
     url, options = kind.place()
     with FaultProxy(f"http://127.0.0.1:{kind.port}", seed=4) as proxy:
@@ -538,9 +537,9 @@ def test_credentials_that_may_neither_list_nor_look(wire: Wire, monkeypatch: pyt
     """S3 answers 403, not 404, to a client that asks for a missing object and may not list."""
     from botocore.exceptions import ClientError
 
-    real = S3Client.send
+    real = S3Bucket.send
 
-    async def send(self: S3Client, operation: str, **parameters: Any) -> dict[str, Any]:
+    async def send(self: S3Bucket, operation: str, **parameters: Any) -> dict[str, Any]:
         if operation in ("head_object", "list_objects_v2", "list_multipart_uploads"):
             reply = {"Error": {"Code": "403"}, "ResponseMetadata": {"HTTPStatusCode": 403}}
             raise PermissionError(13, "Forbidden") from ClientError(reply, operation)
@@ -548,7 +547,7 @@ def test_credentials_that_may_neither_list_nor_look(wire: Wire, monkeypatch: pyt
 
     for number in (1, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(S3Client, "send", send)
+            patch.setattr(S3Bucket, "send", send)
             assert wire.direct.save(number) is None
         assert wire.direct.loaded() == number
 

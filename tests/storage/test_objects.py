@@ -194,7 +194,7 @@ def test_sizes_of_parts(
 ) -> None:
     """The user chooses them; they grow so that ten thousand suffice: here to parts of 5, 5, 10, 10 and the rest."""
     if growing_after is not None:
-        monkeypatch.setattr("dcp_nvcomp.storage.s3.object._PARTS_BEFORE_GROWTH", growing_after)
+        monkeypatch.setattr("dcp_nvcomp.storage.objects.s3._PARTS_BEFORE_GROWTH", growing_after)
     filesystem = opened(place, default_block_size=5 << 20)
     data = bytes(range(256)) * (mebibytes << 12)
     write_file(filesystem, "large", data)

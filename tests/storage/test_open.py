@@ -15,7 +15,8 @@ from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_ac
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.file_servers.urls import sftp_place, smb_place
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.objects.options import azure_place, gcs_place
+from dcp_nvcomp.storage.objects.azure import azure_place
+from dcp_nvcomp.storage.objects.gcs import gcs_place
 from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
 from dcp_nvcomp.storage.processes import is_known_elsewhere, storage_of
 from tests.faults import forked
