@@ -83,7 +83,7 @@ $(VENV)-frameworks/stamp: Makefile setup.cfg
 LOWEST_EXTRAS := azure,gcs,plot,s3,sftp,smb
 LOWEST_TOOLS := aiobotocore[boto3] gcp-storage-emulator hypothesis moto[s3,server] 'pyparsing<3.3' pytest pytest-timeout pytest-xdist safetensors setuptools
 LOWEST_TESTS := tests/format tests/loading tests/reading tests/cli tests/saving/test_files.py tests/saving/test_sizes.py \
-    tests/advising/test_savings.py $(addprefix tests/storage/test_,open.py local.py memory.py s3.py gcs.py file_servers.py)
+    tests/advising/test_savings.py $(addprefix tests/storage/test_,open.py every_filesystem.py local.py plain.py objects.py file_servers.py)
 
 test-lowest: $(VENV)-lowest/stamp
 	$(VENV)-lowest/bin/python -m pytest -n $(WORKERS) --dist loadgroup -W "ignore:'click:DeprecationWarning" $(LOWEST_TESTS) $(ARGS)

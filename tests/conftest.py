@@ -15,8 +15,8 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -30,9 +30,10 @@ from tests.servers.gcs import GcsServer
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 from tests.skips import RequireGpu
+from tests.stores.kinds import open_kind
 
 S3Store = tuple[str, dict[str, Any]]
-AnyServer = TypeVar("AnyServer", bound=Server)
+KindNamed = Callable[[str], Any]
 
 
 # When DCP's own writer uses gcsfs, it would ask Google what kind of bucket it is; read when gcsfs is imported.
@@ -183,14 +184,19 @@ def azure_store() -> Iterator[S3Store]:
         service.delete_container(container)
 
 
-def _started(server: type[AnyServer], factory: pytest.TempPathFactory) -> Iterator[AnyServer]:
-    missing = server.missing()
-    if missing:
-        pytest.skip(missing)
-    started = server(factory.mktemp(server.__name__))
-    started.start()
-    yield started
-    started.stop()
+@pytest.fixture(scope="session")
+def kind_named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KindNamed]:
+    """Return the kind of storage of a name, which lives from its first use to the end of the worker."""
+    running: dict[str, Any] = {}
+
+    def named(name: str) -> Any:
+        if name not in running:
+            running[name] = open_kind(name, request, tmp_path_factory.mktemp(name))
+        return running[name]
+
+    yield named
+    for kind in running.values():
+        kind.stop()
 
 
 def _fresh_place(server: Server) -> Iterator[S3Store]:
@@ -200,8 +206,9 @@ def _fresh_place(server: Server) -> Iterator[S3Store]:
 
 
 @pytest.fixture(scope="session")
-def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GcsServer]:
-    yield from _started(GcsServer, tmp_path_factory)
+def gcs_server(kind_named: KindNamed) -> GcsServer:
+    server: GcsServer = kind_named("gcs")
+    return server
 
 
 @pytest.fixture
@@ -210,8 +217,9 @@ def gcs_store(gcs_server: GcsServer) -> Iterator[S3Store]:
 
 
 @pytest.fixture(scope="session")
-def sftp_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SftpServer]:
-    yield from _started(SftpServer, tmp_path_factory)
+def sftp_server(kind_named: KindNamed) -> SftpServer:
+    server: SftpServer = kind_named("sftp")
+    return server
 
 
 @pytest.fixture
@@ -220,8 +228,9 @@ def sftp_store(sftp_server: SftpServer) -> Iterator[S3Store]:
 
 
 @pytest.fixture(scope="session")
-def smb_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmbServer]:
-    yield from _started(SmbServer, tmp_path_factory)
+def smb_server(kind_named: KindNamed) -> SmbServer:
+    server: SmbServer = kind_named("smb")
+    return server
 
 
 @pytest.fixture

@@ -37,42 +37,36 @@ def saved_values(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Plugin],
 
 @pytest.mark.ci
 @on_every_reader
-@pytest.mark.parametrize("name", VALUES)
-def test_value_survives(saved_values: Callable[[Plugin], Path], plugin: Plugin, name: str) -> None:
-    expected = all_values()[name]
-    state = {name: opposite_of(expected)}
-    destination = state[name]
-    dcp.load(state, storage_reader=plugin.reader(saved_values(plugin)))
-    assert_same_bits(state[name], expected)
-    assert state[name] is destination
+def test_each_value_survives_alone(saved_values: Callable[[Plugin], Path], plugin: Plugin) -> None:
+    for name, expected in all_values().items():
+        state = {name: opposite_of(expected)}
+        destination = state[name]
+        dcp.load(state, storage_reader=plugin.reader(saved_values(plugin)))
+        assert_same_bits(state[name], expected, name)
+        assert state[name] is destination, name
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("plugin", OURS_BY_CODEC, ids=str)
 def test_all_values_survive_in_every_codec(saved_values: Callable[[Plugin], Path], plugin: Plugin) -> None:
-    expected = all_values()
-    assert_holds(plugin.reader(saved_values(plugin)), expected)
+    assert_holds(plugin.reader(saved_values(plugin)), all_values())
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("plugin", [ORACLE, OURS, *OURS_BY_CODEC], ids=str)
+@pytest.mark.parametrize("plugin", [ORACLE, OURS], ids=str)
 @pytest.mark.parametrize(
     "options", [{"thread_count": 1}, {"thread_count": 4}, {"single_file_per_rank": False}], ids=str
 )
 def test_values_survive_any_number_of_threads_and_files(
     tmp_path: Path, plugin: Plugin, options: dict[str, int]
 ) -> None:
-    expected = {
-        name: value for name, value in all_values().items() if "trained" in name or "0-d" in name or "empty" in name
-    }
-    dcp.save(expected, storage_writer=plugin.writer(tmp_path, **options))
-    assert_holds(plugin.reader(tmp_path), expected)
+    dcp.save(all_values(), storage_writer=plugin.writer(tmp_path, **options))
+    assert_holds(plugin.reader(tmp_path), all_values())
 
 
 @pytest.mark.parametrize("verify", ["stored", "full", "off"])
 def test_values_survive_any_way_to_verify(saved_values: Callable[[Plugin], Path], verify: str) -> None:
-    expected = all_values()
-    assert_holds(OURS.reader(saved_values(OURS), verify=verify), expected)
+    assert_holds(OURS.reader(saved_values(OURS), verify=verify), all_values())
 
 
 def _every_other_column(value: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import errors
@@ -25,13 +24,6 @@ def test_save_and_load(tmp_path: Path, plugin: Plugin) -> None:
     assert_holds(plugin.reader(tmp_path), trained_state("one"))
 
 
-def test_metadata_of_all_ranks_is_merged(tmp_path: Path) -> None:
-    dcp.save(trained_state("one"), storage_writer=OURS.writer(tmp_path), use_collectives=False)
-    metadata = OURS.reader(tmp_path).read_metadata()
-    assert set(metadata.state_dict_metadata) == {"w", "b", "seed"}
-    assert metadata.state_dict_metadata["w"].size == torch.Size([300, 500])
-
-
 @pytest.mark.parametrize("first_with_collectives", [True, False])
 def test_path_that_holds_a_checkpoint_is_refused(tmp_path: Path, first_with_collectives: bool) -> None:
     """N commits can't be one, so nothing could protect the earlier checkpoint."""
@@ -41,12 +33,6 @@ def test_path_that_holds_a_checkpoint_is_refused(tmp_path: Path, first_with_coll
         dcp.save(trained_state("two"), storage_writer=OURS.writer(tmp_path), use_collectives=False)
     assert {name: (tmp_path / name).read_bytes() for name in file_names(tmp_path)} == before
     assert_holds(OURS.reader(tmp_path), trained_state("one"))
-
-
-def test_save_with_collectives_over_one_without(tmp_path: Path) -> None:
-    dcp.save(trained_state("one"), storage_writer=OURS.writer(tmp_path), use_collectives=False)
-    dcp.save(trained_state("two"), storage_writer=OURS.writer(tmp_path))
-    assert_holds(OURS.reader(tmp_path), trained_state("two"))
 
 
 @on_every_plugin

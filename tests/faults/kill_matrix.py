@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,14 @@ def run() -> Results:
                 left = outcome(case, killed)
                 save_next(writer, killed.checkpoint)
                 after = loaded(writer, killed.checkpoint)
-                row = {"writer": writer, "how": how, "path": case.path, "stage": case.stage, "victim": case.victim}
-                found["cases"].append({**row, "left": left, "next_save": after})
+                found["cases"].append({**asdict(case), "left": left, "next_save": after})
             found["seconds"][f"{writer} {how}"] = round(time.monotonic() - start)
             print(f"{writer} {how}: {found['seconds'][f'{writer} {how}']} s", flush=True)
     return found
+
+
+def _case(row: Results) -> Case:
+    return Case(**{field.name: row[field.name] for field in fields(Case)})
 
 
 def _as_json(found: Results) -> str:
@@ -63,9 +67,7 @@ def _as_json(found: Results) -> str:
 
 def table(found: Results) -> str:
     """The results as a table in Markdown, "fresh path / overwriting" in each cell, and a line that counts them."""
-    left = {
-        Case(row["writer"], row["how"], row["path"], row["stage"], row["victim"]): row["left"] for row in found["cases"]
-    }
+    left = {_case(row): row["left"] for row in found["cases"]}
     lines = ["| killed at | rank | " + " | ".join(name for name, _, _ in COLUMNS) + " |"]
     lines.append("| --- | --- |" + " --- |" * len(COLUMNS))
     for stage in STAGES:
@@ -96,11 +98,8 @@ def main() -> None:
     found = run()
     RESULTS.write_text(_as_json(found))
     print(table(found))
-    bad = []
-    for row in found["cases"]:
-        case = Case(row["writer"], row["how"], row["path"], row["stage"], row["victim"])
-        if case.writer == "ours" and (row["left"], row["next_save"]) != (expected_outcome(case), "next"):
-            bad.append(case)
+    ours = [(_case(row), row["left"], row["next_save"]) for row in found["cases"] if row["writer"] == "ours"]
+    bad = [case for case, *ends in ours if ends != [expected_outcome(case), "next"]]
     sys.exit(f"not as it must be: {', '.join(map(str, bad))}" if bad else 0)
 
 

@@ -72,7 +72,7 @@ class FaultProxy:
         self.late_seconds: float | None = 1.0
         self.refuses_conditions = False
         self.swallowed: tuple[str, ...] = ()
-        self.url = ""
+        self.url, self.port = "", 0
         self._targets: list[Target] = []
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
@@ -119,7 +119,8 @@ class FaultProxy:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.port = self._runner.addresses[0][1]
+        return f"http://127.0.0.1:{self.port}"
 
     async def _stop(self) -> None:
         self._ended.set()

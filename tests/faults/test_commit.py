@@ -11,23 +11,16 @@ from typing import Any
 import fsspec
 import pytest
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.saving.commit import LastPublished, WrittenSave, commit_files, data_files, to_publish
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
-from tests.checkpoints import assert_loads, save
+from tests.checkpoints import assert_loads, failure_of, save
 from tests.states import constant_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def failure_of(run: Callable[[], Any]) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        run()
-    return caught.value.failures[0][0]
 
 
 def _remove(path: Path) -> None:

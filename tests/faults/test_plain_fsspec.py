@@ -22,12 +22,13 @@ import pytest
 
 from dcp_nvcomp import NvcompReader, errors, tools
 from dcp_nvcomp.maintenance.recovery import AMBIGUOUS, RECOVERED
+from dcp_nvcomp.storage import open as storage_open
 from tests.checkpoints import file_names, save_stock
-from tests.states import small_state
+from tests.states import same, small_state
 from tests.storage.plain import ATOMIC, PROTOCOLS, VagueError, carry_out, hooked
 
 from .intercept import Counted
-from .small import Failure, failure_of, nothing_leaks, save_in_order, what_loads
+from .small import Failure, failure_of, load_in_order, nothing_leaks, save_in_order, what_loads
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -102,7 +103,11 @@ def check(url: str, *, old: bool, where: str, lasting: bool = True) -> int | Non
         problem = reading_fails_with(url)
     except errors.CheckpointError as error:
         problem = str(error)
-    whole = ATOMIC if lasting else (*ATOMIC, "plain-refusing", "plain-silent", "plain-vague")
+    whole = (
+        (*ATOMIC, "plain-object")
+        if lasting
+        else (*ATOMIC, "plain-object", "plain-refusing", "plain-silent", "plain-vague")
+    )
     assert not url.startswith(tuple(f"{protocol}://" for protocol in whole)), f"{where}: {problem}"
     assert "dcp-nvcomp recover" in problem, f"{where}: {problem}"
     done = tools.recover(url)
@@ -135,9 +140,15 @@ TRIALS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def object_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plain-object://` is opened like memory:// and other object stores."""
+    monkeypatch.setattr(storage_open, "_OBJECT_STORES", (*storage_open._OBJECT_STORES, "plain-object"))
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(("old", "overwrite", "kind"), TRIALS)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("protocol", [*PROTOCOLS, "plain-object"])
 def test_every_call_fails(protocol: str, old: bool, overwrite: bool, kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     url = f"{protocol}://{folder}"
@@ -160,6 +171,32 @@ def test_every_call_fails(protocol: str, old: bool, overwrite: bool, kind: str, 
         else:
             assert issubclass(failure.kind, errors.CheckpointError), where
             assert old <= (found is not None), where
+            if protocol == "plain-object" and kind == "not done":
+                assert failure.kind is errors.StorageError and failure.number == errno.EIO, where
+                assert failure.path is not None and url in failure.path, where
+                assert found == (0 if old else None), where
+
+
+def test_every_call_of_a_load_fails(tmp_path: Path) -> None:
+    url = f"plain-object://{tmp_path}/c"
+    save_in_order(url, OLD)
+    hook = Faulty()
+
+    def load() -> None:
+        assert same(load_in_order(url, OLD), OLD), "a load returned what was never saved"
+
+    with hooked(hook):
+        load()
+    for at in range(len(hook.names)):
+        with nothing_leaks(), hooked(Faulty(Fault(at))):
+            failure = failure_of(load)
+        where = f"call {at}, {hook.names[at]}: {failure}"
+        assert failure is not None or hook.names[at] == "close", where
+        if failure is not None and "metadata read failed" in failure.text:  # DCP's words around ours
+            assert os.strerror(errno.EIO) in failure.text and url in failure.text, where
+        elif failure is not None:
+            assert failure.kind is errors.StorageError and failure.number == errno.EIO, where
+        assert what_loads(url, OLD, NEW) == 0
 
 
 class Killing(Counted):

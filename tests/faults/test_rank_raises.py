@@ -206,10 +206,25 @@ def _values_of(ends: list[forked.End]) -> list[Any]:
     return [end.value for end in ends]
 
 
-def _save_that_fails(directory: Path, how: str, step: str, rank: int) -> None:
-    """The failing rank removes its files at once where it was writing them; else they go at the writer's next save."""
-    path = directory / "c"
-    ends = forked.run(_fail_a_save, how, path, step, rank, directory=directory, checkpointer=how == "process")
+FAST = {
+    "sync": {("local_plan", 1), ("resolve_data", 0), ("encode", 1), ("fsync", 1), ("publish", 0)},
+    "thread": {("encode", 0)},
+    "process": {("write", 1)},
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("how", "step", "rank"),
+    [pytest.param(how, *one.values, marks=one.marks) for how, fast in FAST.items() for one in _cases(SAVE_STEPS, fast)],
+)
+def test_save(tmp_path: Path, how: str, step: str, rank: int) -> None:
+    """Synchronous, and by DCP's thread or process.
+
+    The failing rank removes its files at once where it was writing them; else they go at the writer's next save.
+    """
+    path = tmp_path / "c"
+    ends = forked.run(_fail_a_save, how, path, step, rank, directory=tmp_path, checkpointer=how == "process")
     after_failure, last = _values_of(ends)[0]
     named = read_root(open_filesystem(path), ".metadata").names()
     leftovers = last - named
@@ -223,29 +238,7 @@ def _save_that_fails(directory: Path, how: str, step: str, rank: int) -> None:
     assert loaded("ours", path) == "next"
 
 
-FAST = {
-    "sync": {("local_plan", 1), ("resolve_data", 0), ("encode", 1), ("fsync", 1), ("publish", 0)},
-    "thread": {("encode", 0), ("publish", 0)},
-    "process": {("write", 1), ("finish", 0)},
-}
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, FAST["sync"]))
-def test_save(tmp_path: Path, step: str, rank: int) -> None:
-    _save_that_fails(tmp_path, "sync", step, rank)
-
-
-@pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, FAST["thread"]))
-def test_async_save_in_a_thread(tmp_path: Path, step: str, rank: int) -> None:
-    _save_that_fails(tmp_path, "thread", step, rank)
-
-
-@pytest.mark.parametrize(("step", "rank"), _cases(SAVE_STEPS, FAST["process"]))
-def test_async_save_in_a_process(tmp_path: Path, step: str, rank: int) -> None:
-    _save_that_fails(tmp_path, "process", step, rank)
-
-
 @pytest.mark.parametrize(
     ("step", "rank"), _cases(LOAD_STEPS, {("read_metadata", 1), ("resolve_tensor", 0), ("fetch", 1), ("decode", 0)})
 )

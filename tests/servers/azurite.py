@@ -13,7 +13,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, Final
 
-from tests.servers.base import Server
+from tests.servers.base import Location, Server
 
 _ACCOUNT: Final = "ckpt"
 _DURABLE: Final = Path(__file__).with_name("azurite_durable.js")
@@ -28,7 +28,6 @@ class AzuriteServer(Server):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return what has to be installed; None if nothing has."""
         if shutil.which("node") and _program().exists():
             return None
         return (
@@ -56,8 +55,7 @@ class AzuriteServer(Server):
 
         return BlobServiceClient(self.endpoint, credential=self.key)
 
-    def place(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Make a container, and return a URL in it and the storage options."""
+    def place(self, name: str = "run") -> Location:
         container = f"dcp-nvcomp-{uuid.uuid4().hex[:12]}"
         with self.service() as service:
             service.create_container(container)
@@ -78,9 +76,19 @@ class AzuriteServer(Server):
         return {"account_name": _ACCOUNT, "endpoint": self.endpoint, "sas_token": token}
 
     def remove(self, url: str) -> None:
-        """Remove a URL's container and all that is in it."""
         with self.service() as service:
             service.delete_container(url.split("/")[2])
+
+    def put(self, url: str, data: bytes) -> None:
+        """Write a blob beside our client."""
+        container, _, key = url.removeprefix("az://").partition("/")
+        with self.service() as service:
+            service.get_container_client(container).upload_blob(key, data, overwrite=True)
+
+    def names(self, url: str) -> list[str]:
+        """Return the names of all blobs in a URL's container."""
+        with self.service() as service:
+            return [blob.name for blob in service.get_container_client(url.split("/")[2]).list_blobs()]
 
 
 def _program() -> Path:

@@ -1,4 +1,4 @@
-"""What every server of the tests has in common: a process of its own on 127.0.0.1, with its data below a directory."""
+"""Kinds of storage, and what servers of the tests have in common: a process of its own with its data in a directory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,65 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+Location = tuple[str, dict[str, Any]]  # a path or URL, and the storage options
+
 _START_SECONDS: Final = 60.0
 _ANSWER_SECONDS: Final = 5.0
 _REPOSITORY: Final = Path(__file__).parents[2]
 
 
-class Server(ABC):
+class Kind(ABC):
+    """One kind of storage."""
+
+    @abstractmethod
+    def place(self, name: str = "run") -> Location:
+        """Return a URL that ends in `name`, where nothing is yet, and the storage options."""
+
+    def remove(self, url: str) -> None:
+        """Remove what `place` made for a URL, and all that is in it."""
+        return
+
+    def stop(self) -> None:
+        """End what was started."""
+        return
+
+
+class Reachable(Kind):
+    """A server behind a port on 127.0.0.1, so that a wire can be put before it."""
+
+    port: int
+
+    def through(self, location: Location, port: int) -> Location:
+        """Return the same place, to be reached through another port."""
+
+        def rerouted(text: Any) -> Any:
+            return text.replace(f"127.0.0.1:{self.port}", f"127.0.0.1:{port}") if isinstance(text, str) else text
+
+        url, options = location
+        return rerouted(url), {name: rerouted(value) for name, value in options.items()}
+
+
+class Served(Reachable):
+    """A server that a test may kill; what it has confirmed stays."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it at once."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it again, where it was."""
+
+    @abstractmethod
+    def freeze(self) -> None:
+        """Let it answer nothing until `thaw`."""
+
+    @abstractmethod
+    def thaw(self) -> None:
+        """Let it go on."""
+
+
+class Server(Served):
     """A server that keeps its port and its data when it is killed."""
 
     def __init__(self, directory: Path) -> None:
@@ -39,14 +92,6 @@ class Server(ABC):
     def missing(cls) -> str | None:
         """Return what has to be installed; None if nothing has."""
 
-    @abstractmethod
-    def place(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Return a URL that ends in `name`, where nothing is yet, and the storage options."""
-
-    @abstractmethod
-    def remove(self, url: str) -> None:
-        """Remove what `place` made for a URL, and all that is in it."""
-
     def _prepare(self) -> None:
         """Write what the server needs; called before each start."""
         return
@@ -62,7 +107,6 @@ class Server(ABC):
                 raise ConnectionError("the server hung up")
 
     def start(self) -> None:
-        """Start it, and return when it answers."""
         assert self._process is None
         self._directory.mkdir(parents=True, exist_ok=True)
         self._prepare()
@@ -81,22 +125,18 @@ class Server(ABC):
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End it and its children at once, by SIGKILL; its data stay."""
         if self._process is not None:
             self._signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """End it, and its children."""
         self.kill()  # there is nothing that it would have to write
 
     def freeze(self) -> None:
-        """Let it and its children do nothing until `thaw`; the kernel still accepts connections for it."""
-        self._signal(signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)  # the kernel still accepts connections for it
 
     def thaw(self) -> None:
-        """Let it go on."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -7,9 +7,9 @@ import shutil
 import sys
 import uuid
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from tests.servers.base import Server
+from tests.servers.base import Location, Server
 
 _USER: Final = "user"
 _PASSWORD: Final = "f7p-S3cr3t"
@@ -20,7 +20,6 @@ class FtpServer(Server):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return what has to be installed; None if nothing has."""
         return None if importlib.util.find_spec("pyftpdlib") else "There is no FTP server: pip install pyftpdlib"
 
     @property
@@ -37,12 +36,10 @@ class FtpServer(Server):
     def _ask(self, greeting: bytes = b"220") -> None:
         super()._ask(greeting)
 
-    def place(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Make a directory, and return a URL in it and the storage options."""
+    def place(self, name: str = "run") -> Location:
         folder = uuid.uuid4().hex[:12]
         (self._files / folder).mkdir()
         return f"ftp://{_USER}:{_PASSWORD}@127.0.0.1:{self.port}/{folder}/{name}", {}
 
     def remove(self, url: str) -> None:
-        """Remove the directory that `place` made, and all that is in it."""
         shutil.rmtree(self._files / url.split("/")[3])

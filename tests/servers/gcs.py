@@ -10,7 +10,7 @@ import urllib.request
 import uuid
 from typing import Any
 
-from tests.servers.base import Server
+from tests.servers.base import Location, Server
 
 
 class GcsServer(Server):
@@ -18,7 +18,6 @@ class GcsServer(Server):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return what has to be installed; None if nothing has."""
         packages = {"gcp_storage_emulator": "gcp-storage-emulator", "gcsfs": "gcsfs"}
         absent = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
         return f"Google Cloud Storage's emulator is not here: pip install {' '.join(absent)}" if absent else None
@@ -45,8 +44,7 @@ class GcsServer(Server):
             text = answer.read()
         return json.loads(text) if text.startswith(b"{") else None
 
-    def place(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Make a bucket, and return a URL in it and the storage options."""
+    def place(self, name: str = "run") -> Location:
         bucket = f"dcp-nvcomp-{uuid.uuid4().hex[:12]}"
         self.request("POST", "/storage/v1/b?project=test", {"name": bucket})
         return f"gs://{bucket}/{name}", {"endpoint_url": self.endpoint, "token": "anon"}
@@ -66,8 +64,11 @@ class GcsServer(Server):
                 return found
             token = f"?pageToken={urllib.parse.quote(page['nextPageToken'])}"
 
+    def names(self, url: str) -> list[str]:
+        """Return the names of all objects in a URL's bucket."""
+        return [found["name"] for found in self.objects(url)]
+
     def remove(self, url: str) -> None:
-        """Remove a URL's bucket and all that is in it."""
         bucket = url.split("/")[2]
         for found in self.objects(url):
             self.request("DELETE", f"/storage/v1/b/{bucket}/o/{urllib.parse.quote(found['name'], safe='')}")

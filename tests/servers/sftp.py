@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import uuid
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from tests.servers.base import Server
+from tests.servers.base import Location, Server
 
 _SSHD: Final = "/usr/sbin/sshd"  # it wants to be started by its full path
 
@@ -27,16 +27,15 @@ class SftpServer(Server):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return what has to be installed; None if nothing has."""
         if os.path.exists(_SSHD) and shutil.which("ssh-keygen"):
             return None
         return "OpenSSH's server is not here: apt-get install openssh-server openssh-client"
 
-    def known_at(self, port: int) -> Path:
-        """Return a file by which it is known at another port too."""
-        known = self.known_hosts.with_name(f"known_hosts-{port}")
+    def through(self, location: Location, port: int) -> Location:
+        url, options = super().through(location, port)
+        known = self.known_hosts.with_name(f"known_hosts-{port}")  # its host key is known by its port
         known.write_text(self.known_hosts.read_text().replace(f":{self.port} ", f":{port} "))
-        return known
+        return url, {**options, "known_hosts": str(known)}
 
     def make_key(self, name: str, passphrase: str = "") -> Path:
         """Make a key pair in its directory, which it does not let in by that, and return the private one."""
@@ -77,7 +76,6 @@ class SftpServer(Server):
             "Subsystem": f"sftp internal-sftp {self._flags}",
         }
         lines = "".join(f"{name} {value}\n" for name, value in settings.items())
-        self._configuration.write_text(lines)
         patience = "PerSourcePenalties no\n"  # newer ones shut out who failed to log in, as some tests do
         self._configuration.write_text(lines + patience)
         if subprocess.run([_SSHD, "-t", "-f", str(self._configuration)], capture_output=True).returncode:
@@ -89,8 +87,7 @@ class SftpServer(Server):
     def _ask(self, greeting: bytes = b"SSH-") -> None:
         super()._ask(greeting)
 
-    def place(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Make a directory, and return a URL in it and the storage options."""
+    def place(self, name: str = "run") -> Location:
         folder = self._files / uuid.uuid4().hex[:12]
         folder.mkdir()
         options = {"client_keys": [str(self.key)], "known_hosts": str(self.known_hosts)}
@@ -101,5 +98,4 @@ class SftpServer(Server):
         return self._files / url.partition(f"{self._files}/")[2]
 
     def remove(self, url: str) -> None:
-        """Remove the directory that `place` made, and all that is in it."""
         shutil.rmtree(self._files / url.partition(f"{self._files}/")[2].split("/")[0])

@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import uuid
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from tests.servers.base import Server
+from tests.servers.base import Location, Server
 
 _SMBD: Final = "/usr/sbin/smbd"
 
@@ -28,7 +28,6 @@ class SmbServer(Server):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Return what has to be installed; None if nothing has."""
         if os.path.exists(_SMBD) and shutil.which("smbpasswd"):
             return None
         return "Samba's server is not here: apt-get install samba smbclient"
@@ -80,8 +79,7 @@ class SmbServer(Server):
     def _command(self) -> list[str]:
         return [_SMBD, "--foreground", "--no-process-group", "--configfile", str(self._configuration)]
 
-    def place(self, name: str) -> tuple[str, dict[str, Any]]:
-        """Make a directory, and return a URL in it and the storage options."""
+    def place(self, name: str = "run") -> Location:
         folder = uuid.uuid4().hex[:12]
         (self._files / folder).mkdir()
         options = {"username": self.user, "password": self.password}
@@ -92,5 +90,4 @@ class SmbServer(Server):
         return self._files / url.split("/", 4)[4]
 
     def remove(self, url: str) -> None:
-        """Remove the directory that `place` made, and all that is in it."""
         shutil.rmtree(self._files / url.split("/")[4])

@@ -1,4 +1,4 @@
-"""Fixtures of SFTP and SMB: a server that is shared, one that a test may do anything to, and places on them."""
+"""Fixtures of every kind of storage (tests/stores/kinds.py), and servers that a test may do anything to."""
 
 from __future__ import annotations
 
@@ -9,27 +9,38 @@ from typing import Any
 
 import pytest
 
-from tests.servers.base import Server
+from dcp_nvcomp.storage.base import Filesystem
+from tests.servers.base import Kind, Location, Server
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
+from tests.stores.kinds import parameters
 
-from .suite import Place
+from .files import made
 
 
-@pytest.fixture(params=[pytest.param("sftp", marks=pytest.mark.sftp), pytest.param("smb", marks=pytest.mark.smb)])
-def kind(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=parameters("sftp", "smb"))
+def kind_name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def server(kind: str, request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(f"{kind}_server")
+def kind(kind_name: str, kind_named: Callable[[str], Kind]) -> Any:
+    return kind_named(kind_name)
 
 
 @pytest.fixture
-def store(kind: str, request: pytest.FixtureRequest) -> Place:
-    place: Place = request.getfixturevalue(f"{kind}_store")
-    return place
+def place(kind: Kind) -> Iterator[Location]:
+    """Where nothing is yet."""
+    place = kind.place()
+    yield place
+    kind.remove(place[0])
+
+
+@pytest.fixture
+def filesystem(place: Location) -> Iterator[Filesystem]:
+    filesystem = made(place)
+    yield filesystem
+    filesystem.close()
 
 
 @pytest.fixture
@@ -53,6 +64,5 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def own_server(kind: str, start: Callable[..., Any]) -> Any:
-    """A server that a test may do anything to."""
-    return start(kind)
+def own_server(kind_name: str, start: Callable[..., Any]) -> Any:
+    return start(kind_name)

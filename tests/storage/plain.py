@@ -7,6 +7,7 @@
     plain-moving://     `mv` replaces an existing target, as Arrow's HDFS does
     plain-posix://      `posix_rename`, which `mv` calls, as with SFTP
     plain-replace://    `replace`
+    plain-object://     no moves, but a PUT replaces an object in one step, as S3's
 
 Nothing is buffered, and each call goes through `PlainFilesystem.hook`, under which it may fail.
 """
@@ -161,6 +162,24 @@ class ReplaceFilesystem(RefusingFilesystem):
         self.hook("replace", os.replace, path1, path2)
 
 
+class ObjectFilesystem(PlainFilesystem):
+    protocol = "plain-object"
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "wb":  # there are no directories that would have to be made
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        return super()._open(path, mode, **options)
+
+    def pipe_file(self, path: str, value: bytes, **_: Any) -> None:
+        self.hook("pipe_file", self._put, self._strip_protocol(path), value)
+
+    def _put(self, path: str, value: bytes) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(f"{path}.put", "wb") as file:
+            file.write(value)
+        os.replace(f"{path}.put", path)
+
+
 KINDS = (
     PlainFilesystem,
     RefusingFilesystem,
@@ -174,7 +193,7 @@ PROTOCOLS = tuple(kind.protocol for kind in KINDS)
 # Those on which a file takes the place of another in one step.
 ATOMIC = ("plain-moving", "plain-posix", "plain-replace")
 
-for kind in KINDS:
+for kind in (*KINDS, ObjectFilesystem):
     fsspec.register_implementation(kind.protocol, kind, clobber=True)
 
 

@@ -1,4 +1,4 @@
-"""SFTP and SMB: the suite on real servers of OpenSSH and Samba, and what is their own.
+"""SFTP and SMB on real servers of OpenSSH and Samba: connections, logins, readers; and servers that refuse or lose.
 
 They can't show: Windows' own server, latency, Kerberos, shares of a distributed file system.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
+import itertools
 import os
+import shutil
+import stat
+import tempfile
 import threading
 import time
 import traceback
@@ -19,27 +22,32 @@ from typing import Any
 
 import pytest
 
-from dcp_nvcomp.errors import ConcurrentSaveError, ConfigurationError, StorageError
+from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.file_servers.client import ConnectionLostError, ServerClient
-from dcp_nvcomp.storage.open import open_filesystem
+from tests.servers.base import Location
 from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 from tests.servers.wire import Wire
+from tests.stores.kinds import parameters
 
-from .file_servers import PART_NBYTES, connections, made, opened
-from .suite import FilesystemSuite, Place, write_file
+from .files import made, opened, write_file
 
 FileServer = SftpServer | SmbServer
 
+PART_NBYTES = 1 << 18
 SECRET = "S3cretS3cretS3cret"
+SFTP = pytest.mark.parametrize("kind_name", parameters("sftp"), indirect=True)
+SMB = pytest.mark.parametrize("kind_name", parameters("smb"), indirect=True)
 
 
-@pytest.mark.ci
-class TestSuite(FilesystemSuite):
-    @pytest.fixture
-    def place(self, store: Place) -> Place:
-        return store
+@pytest.fixture
+def connections(kind_name: str) -> Any:
+    """The class whose methods ask the server."""
+    from dcp_nvcomp.storage.file_servers.sftp import SftpConnection
+    from dcp_nvcomp.storage.file_servers.smb import SmbConnection
+
+    return SftpConnection if kind_name == "sftp" else SmbConnection
 
 
 @contextlib.contextmanager
@@ -49,13 +57,6 @@ def within(filesystem: Filesystem, seconds: float) -> Iterator[None]:
     before, client.deadline_seconds, client.removal_seconds = client.deadline_seconds, seconds, seconds
     yield
     client.deadline_seconds = client.removal_seconds = before
-
-
-def through(wire: Wire, server: FileServer, store: Place) -> Place:
-    """Return the same place behind a wire."""
-    url, options = store
-    known = {"known_hosts": str(server.known_at(wire.port))} if isinstance(server, SftpServer) else {}
-    return url.replace(f":{server.port}/", f":{wire.port}/"), {**options, **known}
 
 
 # --- connections that break ------------------------------------------------------------------------------------------
@@ -68,14 +69,9 @@ def upload(filesystem: Filesystem) -> None:
 
 
 def publish_twice(filesystem: Filesystem) -> None:
-    for data in (b"first", b"second"):
-        filesystem.publish(".metadata", data)
+    filesystem.publish(".metadata", b"first", overwrite=False)
+    filesystem.publish(".metadata", b"second")
     assert filesystem.read_all(".metadata", limit_nbytes=100) == b"second"
-
-
-def publish_new(filesystem: Filesystem) -> None:
-    filesystem.publish(".metadata", b"only", overwrite=False)
-    assert filesystem.read_all(".metadata", limit_nbytes=100) == b"only"
 
 
 def replace_file(filesystem: Filesystem) -> None:
@@ -100,67 +96,35 @@ def names_and_times(filesystem: Filesystem) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("answered", [False, True])
-@pytest.mark.parametrize("work", [upload, publish_twice, publish_new, replace_file, names_and_times])
+@pytest.mark.parametrize("work", [upload, publish_twice, replace_file, names_and_times])
 def test_whichever_connection_is_cut_all_goes_on(
-    server: FileServer, store: Place, work: Callable[[Filesystem], None], answered: bool
+    kind: FileServer, place: Location, work: Callable[[Filesystem], None], answered: bool
 ) -> None:
     """Each question in turn is lost, or its answer: what was done is found, what was not is done, nothing is left."""
-    with Wire(server.port) as wire:
-        place = through(wire, server, store)
-        count = 1
-        at = 0
-        while at < count:
-            at += 1
-            step = f"step-{at}"
-            filesystem = made((f"{place[0]}/{step}", place[1]), default_block_size=PART_NBYTES)
-            before = wire.questions
+    with Wire(kind.port) as wire:
+        place = kind.through(place, wire.port)
+        for at in itertools.count(1):
+            filesystem = made(place, below=f"step-{at}", default_block_size=PART_NBYTES)
             wire.cut(at, answered=answered)
             work(filesystem)
             if wire.cuts < at:  # there were no so many
                 assert at > 3
                 break
-            count = max(count, at + 1, wire.questions - before if at == 1 else 0)
-            leftovers = set(filesystem.list_names()) - {"data", ".metadata"}
-            assert not leftovers
+            assert not set(filesystem.list_names()) - {"data", ".metadata"}
             filesystem.close()
 
 
 @pytest.mark.ci
-def test_a_server_that_was_killed_and_started_again(own_server: FileServer) -> None:
-    filesystem = made(own_server.place("run"), deadline_seconds=30)
-    data = os.urandom(64 << 20)
-
-    def write() -> None:
-        stream = filesystem.open_output("data")
-        for start in range(0, len(data), 4 << 20):
-            stream.write(data[start : start + (4 << 20)])
-            if start == 32 << 20:
-                half.set()
-        stream.close()
-
-    half = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(write)
-        assert half.wait(30)
-        own_server.kill()
-        time.sleep(0.5)
-        own_server.start()
-        writing.result(60)
-    assert filesystem.read_all("data", limit_nbytes=len(data)) == data
-
-
-@pytest.mark.ci
 @pytest.mark.parametrize("forgets", ["cut off", "changed", "removed"])
-def test_a_server_that_forgot_what_it_had_confirmed(own_server: FileServer, forgets: str) -> None:
-    """As after a power failure. It is told: what would be written is not what was."""
-    place = own_server.place("run")
+def test_a_server_that_forgot_what_it_had_confirmed(kind: FileServer, place: Location, forgets: str) -> None:
+    """As after a power failure. It is reported: what would be written is not what was."""
     filesystem = made(place, default_block_size=PART_NBYTES)
     stream = filesystem.open_output("data")
     stream.write(b"x" * (8 * PART_NBYTES))
-    file = own_server.folder(place[0]) / "data"
+    file = kind.folder(place[0]) / "data"
     while file.stat().st_size < 5 * PART_NBYTES:
         time.sleep(0.01)
-    own_server.kill()
+    kind.kill()
     if forgets == "cut off":
         os.truncate(file, PART_NBYTES)
     elif forgets == "removed":
@@ -169,20 +133,20 @@ def test_a_server_that_forgot_what_it_had_confirmed(own_server: FileServer, forg
         with file.open("r+b") as changed:
             changed.seek(1000)
             changed.write(b"y")
-    own_server.start()
+    kind.start()
     with pytest.raises(StorageError, match="confirmed"):
         stream.close()
     stream.abort()
     assert filesystem.list_names() == []
 
 
-def test_a_loss_that_was_not_noticed_yet(server: FileServer, store: Place) -> None:
+def test_a_loss_that_was_not_noticed_yet(kind: FileServer, place: Location) -> None:
     """Another thread still waits on the connection that a server lost, with what it had confirmed."""
-    filesystem = made(store, default_block_size=PART_NBYTES)
+    filesystem = made(place, default_block_size=PART_NBYTES)
     stream = filesystem.open_output("data")
     stream.write(b"x" * (5 * PART_NBYTES))
     idle = filesystem._client._idle  # type: ignore[attr-defined]
-    file = server.folder(store[0]) / "data"
+    file = kind.folder(place[0]) / "data"
     while file.stat().st_size < 4 * PART_NBYTES or not idle:
         time.sleep(0.01)
     held = [idle.pop() for _ in range(len(idle))]
@@ -196,11 +160,10 @@ def test_a_loss_that_was_not_noticed_yet(server: FileServer, store: Place) -> No
 
 
 @pytest.mark.ci
-def test_the_end_is_as_durable_as_the_rest(own_server: FileServer) -> None:
+def test_the_end_is_as_durable_as_the_rest(kind: FileServer, place: Location) -> None:
     """A lost connection at the very end: all is compared once more."""
-    with Wire(own_server.port) as wire:
-        place = through(wire, own_server, own_server.place("run"))
-        filesystem = made(place)
+    with Wire(kind.port) as wire:
+        filesystem = made(kind.through(place, wire.port))
         stream = filesystem.open_output("data")
         stream.write(b"data")
         wire.break_off()
@@ -210,12 +173,11 @@ def test_the_end_is_as_durable_as_the_rest(own_server: FileServer) -> None:
 
 
 @pytest.mark.ci
-def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> None:
-    place = own_server.place("run")
+def test_a_frozen_server_is_told_within_the_deadline(kind: FileServer, place: Location) -> None:
     filesystem = made(place, default_block_size=1 << 20)
     filesystem.publish("a", b"x")
     stream = filesystem.open_output("data")
-    own_server.freeze()
+    kind.freeze()
 
     def write() -> None:
         for _ in range(64):
@@ -228,10 +190,10 @@ def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> 
         with within(filesystem, 2.0), pytest.raises(StorageError) as caught:
             use()
         assert caught.value.errno == errno.ETIMEDOUT
-        assert str(own_server.port) in str(caught.value)
+        assert str(kind.port) in str(caught.value)
         # SMB's client counts in whole seconds; and what was left of a publish is removed in the same time again
         assert time.monotonic() - began < 2 * (2.0 + 1.5)
-    own_server.thaw()
+    kind.thaw()
     stream.abort()
     filesystem.publish("a", b"z")
     assert filesystem.read("a", 0, 1) == b"z"
@@ -239,16 +201,16 @@ def test_a_frozen_server_is_told_within_the_deadline(own_server: FileServer) -> 
 
 
 @pytest.mark.ci
-def test_a_server_that_is_not_there(own_server: FileServer) -> None:
-    filesystem = opened(own_server.place("run"))
-    own_server.kill()
+def test_a_server_that_is_not_there(kind: FileServer, place: Location) -> None:
+    filesystem = opened(place)
+    kind.kill()
     began = time.monotonic()
     with within(filesystem, 1.0), pytest.raises(StorageError) as caught:
         filesystem.publish("a", b"x")
     assert caught.value.errno == errno.ETIMEDOUT and time.monotonic() - began < 4
     assert caught.value.attempts is not None and caught.value.attempts > 1
     assert not caught.value.outcome_unknown  # it had not come to that
-    own_server.start()
+    kind.start()
     filesystem.create_directory()
     filesystem.publish("a", b"x")
     assert filesystem.list_names() == ["a"]
@@ -257,12 +219,12 @@ def test_a_server_that_is_not_there(own_server: FileServer) -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize(("step", "may_be_done"), [("write", False), ("replace", True)])
 def test_a_publish_without_an_answer_may_be_done(
-    server: FileServer, store: Place, monkeypatch: pytest.MonkeyPatch, kind: str, step: str, may_be_done: bool
+    kind: FileServer, place: Location, connections: Any, monkeypatch: pytest.MonkeyPatch, step: str, may_be_done: bool
 ) -> None:
-    with Wire(server.port) as wire:
-        filesystem = made(through(wire, server, store))
+    with Wire(kind.port) as wire:
+        filesystem = made(kind.through(place, wire.port))
         filesystem.publish("a", b"old")
-        done = getattr(connections(kind), step)
+        done = getattr(connections, step)
 
         async def without_an_answer(*arguments: Any, **options: Any) -> None:
             await done(*arguments, **options)
@@ -270,7 +232,7 @@ def test_a_publish_without_an_answer_may_be_done(
             raise ConnectionLostError("the wire is cut")
 
         with monkeypatch.context() as patch, within(filesystem, 2.0):
-            patch.setattr(connections(kind), step, without_an_answer)
+            patch.setattr(connections, step, without_an_answer)
             with pytest.raises(StorageError) as caught:
                 filesystem.publish("a", b"new")
         assert caught.value.outcome_unknown == may_be_done
@@ -281,12 +243,11 @@ def test_a_publish_without_an_answer_may_be_done(
 @pytest.mark.ci
 @pytest.mark.parametrize("theirs", [False, True])
 def test_a_rename_that_was_interrupted_half_way(
-    server: FileServer, store: Place, kind: str, monkeypatch: pytest.MonkeyPatch, theirs: bool
+    kind: FileServer, place: Location, connections: Any, monkeypatch: pytest.MonkeyPatch, theirs: bool
 ) -> None:
     """The new name is made and then the old one removed. Is the new one ours?"""
-    filesystem, folder = opened(store), server.folder(store[0])
-    filesystem.create_directory()
-    rename, calls = connections(kind).rename_new, []
+    filesystem, folder = made(place), kind.folder(place[0])
+    rename, calls = connections.rename_new, []
 
     async def interrupted(connection: Any, source: str, target: str) -> None:
         calls.append(target)
@@ -298,7 +259,7 @@ def test_a_rename_that_was_interrupted_half_way(
             os.link(folder / os.path.basename(source), folder / "a")
         raise ConnectionLostError("the server was killed")
 
-    monkeypatch.setattr(connections(kind), "rename_new", interrupted)
+    monkeypatch.setattr(connections, "rename_new", interrupted)
     if theirs:
         with pytest.raises(ConcurrentSaveError):
             filesystem.publish("a", b"ours", overwrite=False)
@@ -311,73 +272,88 @@ def test_a_rename_that_was_interrupted_half_way(
 # --- logins ----------------------------------------------------------------------------------------------------------
 
 
-def refused(place: Place, **options: Any) -> StorageError:
-    filesystem = opened(place, deadline_seconds=30.0, **options)
+def _known_host(kind: SftpServer, folder: Path) -> dict[str, Any]:
+    """Another key than the server's."""
+    words = kind.make_key(f"host-{folder.name}").with_suffix(".pub").read_text().split()
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{kind.port} {words[0]} {words[1]}\n")
+    return {"known_hosts": str(folder / "known_hosts")}
+
+
+def _locked_key(kind: SftpServer, folder: Path, passphrase: str) -> dict[str, Any]:
+    key = kind.make_key(f"locked-{folder.name}", SECRET)
+    kind.let_in(key)
+    return {"client_keys": str(key), "passphrase": passphrase}
+
+
+_LOGINS: dict[str, tuple[str, Callable[[Any, Path], dict[str, Any]], int, str]] = {
+    "wrong_password": ("smb", lambda kind, _: {"password": SECRET}, errno.EACCES, "does not let"),
+    "wrong_password_without_keys": (
+        *("sftp", lambda kind, _: {"password": SECRET, "client_keys": []}, errno.EACCES, "does not let"),
+    ),
+    "wrong_key": ("sftp", lambda kind, _: {"client_keys": str(kind.make_key("other"))}, errno.EACCES, "client_keys"),
+    "wrong_passphrase": ("sftp", lambda kind, folder: _locked_key(kind, folder, "not" + SECRET), errno.EINVAL, ""),
+    "host_not_known": ("sftp", lambda kind, _: {"known_hosts": os.devnull}, errno.EACCES, "host key.*ssh-keyscan"),
+    "host_that_is_another": ("sftp", _known_host, errno.EACCES, "host key.*ssh-keyscan"),
+    "no_such_key": ("sftp", lambda kind, _: {"client_keys": "/no/such/key"}, errno.EINVAL, "/no/such/key"),
+    "wrong_type": (
+        "sftp",
+        lambda kind, _: {"encryption_algs": 5},
+        errno.EINVAL,
+        "an option of the SSH client can't be",
+    ),
+    "no_package": (
+        *("smb", lambda kind, _: {"auth_protocol": "kerberos"}, errno.EINVAL),
+        r"gssapi library: pip install 'smbprotocol\[kerberos\]'",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind_name", "options", "number", "words"),
+    [pytest.param(*row, marks=getattr(pytest.mark, row[0]), id=name) for name, row in _LOGINS.items()],
+    indirect=["kind_name"],
+)
+def test_a_login_that_is_refused_is_not_tried_again(
+    kind: Any,
+    place: Location,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: Callable[[Any, Path], dict[str, Any]],
+    number: int,
+    words: str,
+) -> None:
+    given = options(kind, tmp_path)
+    if "auth_protocol" in given:
+        from smbprotocol.session import Session
+
+        def connect(login: Any) -> None:
+            raise ImportError("GSSAPIProxy requires the Python gssapi library")
+
+        monkeypatch.setattr(Session, "connect", connect)
+    filesystem = opened(place, **given)
     began = time.monotonic()
-    with pytest.raises(StorageError) as caught:
-        filesystem.list_names()
-    assert time.monotonic() - began < 10  # it was not tried again
-    assert caught.value.errno == errno.EACCES
-    return caught.value
-
-
-def test_a_wrong_password_is_not_tried_again(store: Place, kind: str) -> None:
-    keys = {"client_keys": []} if kind == "sftp" else {}
-    error = refused(store, password=SECRET, **keys)
-    assert "does not let" in error.message and SECRET not in "".join(traceback.format_exception(error))
-
-
-@pytest.mark.sftp
-def test_a_wrong_key_is_not_tried_again(sftp_server: SftpServer, sftp_store: Place, tmp_path: Path) -> None:
-    key = sftp_server.make_key(f"other-{tmp_path.name}")
-    assert "client_keys" in refused(sftp_store, client_keys=str(key)).message
-
-
-@pytest.mark.sftp
-def test_a_key_with_a_passphrase(sftp_server: SftpServer, sftp_store: Place, tmp_path: Path) -> None:
-    key = sftp_server.make_key(f"locked-{tmp_path.name}", SECRET)
-    sftp_server.let_in(key)
-    opened(sftp_store, client_keys=str(key), passphrase=SECRET).create_directory()
-    wrong = opened(sftp_store, client_keys=str(key), passphrase="not" + SECRET)
-    with pytest.raises(StorageError) as caught:
-        wrong.list_names()
-    assert caught.value.errno == errno.EINVAL
+    with pytest.raises(StorageError, match=f"(?s){words}") as caught:
+        filesystem.file_nbytes("a")
+    assert time.monotonic() - began < 20
+    assert caught.value.errno == number, caught.value
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.sftp
-@pytest.mark.parametrize("known", ["nobody", "another"])
-def test_an_unknown_host_key_is_not_trusted(
-    sftp_server: SftpServer, sftp_store: Place, tmp_path: Path, known: str
-) -> None:
-    file = tmp_path / "known_hosts"
-    file.write_text("")
-    if known == "another":
-        words = sftp_server.make_key(f"host-{tmp_path.name}").with_suffix(".pub").read_text().split()
-        file.write_text(f"[127.0.0.1]:{sftp_server.port} {words[0]} {words[1]}\n")
-    error = refused(sftp_store, known_hosts=str(file))
-    assert "host key" in error.message and "ssh-keyscan" in error.message
-    opened(sftp_store, known_hosts=None).create_directory()  # who wants it so
+@SFTP
+def test_logins_that_work(kind: SftpServer, place: Location, tmp_path: Path) -> None:
+    opened(place, **_locked_key(kind, tmp_path, SECRET)).create_directory()
+    opened(place, known_hosts=None).create_directory()  # whichever host it is
 
 
-@pytest.mark.sftp
-def test_a_missing_key_file_is_no_missing_checkpoint(sftp_store: Place) -> None:
-    filesystem = opened(sftp_store, client_keys="/no/such/key")
-    with pytest.raises(StorageError) as caught:
-        filesystem.file_nbytes("a")
-    assert caught.value.errno == errno.EINVAL and "/no/such/key" in caught.value.message
-
-
-@pytest.mark.smb
-def test_a_missing_share_is_no_missing_checkpoint(smb_store: Place) -> None:
-    url, options = smb_store
-    filesystem = opened((url.replace("/checkpoints/", "/nothing/"), options))
+@SMB
+def test_a_missing_share_is_no_missing_checkpoint(place: Location) -> None:
+    url, options = place
     with pytest.raises(StorageError, match="no share 'nothing'"):
-        filesystem.file_nbytes("a")
+        opened((url.replace("/checkpoints/", "/nothing/"), options)).file_nbytes("a")
 
 
-def test_a_host_that_nobody_knows_is_told_at_once(kind: str) -> None:
-    filesystem = open_filesystem(f"{kind}://no-such-host.invalid/share/run", deadline_seconds=60.0)
+def test_an_unknown_host_is_reported_at_once(kind_name: str) -> None:
+    filesystem = opened((f"{kind_name}://no-such-host.invalid/share/run", {}))
     began = time.monotonic()
     with pytest.raises(StorageError, match="no-such-host.invalid"):
         filesystem.list_names()
@@ -387,111 +363,8 @@ def test_a_host_that_nobody_knows_is_told_at_once(kind: str) -> None:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("nbytes", [1, PART_NBYTES - 1, PART_NBYTES, PART_NBYTES + 1, 9 * PART_NBYTES + 7, 40 << 20])
-def test_files_about_the_length_of_parts(store: Place, nbytes: int) -> None:
-    filesystem = made(store, **({"default_block_size": PART_NBYTES} if nbytes < 40 << 20 else {}))
-    data = os.urandom(nbytes)
-    write_file(filesystem, "a", data)
-    assert filesystem.read_all("a", limit_nbytes=nbytes) == data
-    buffer = bytearray(nbytes)
-    filesystem.read_into("a", 0, memoryview(buffer))
-    assert buffer == data
-
-
-@pytest.mark.ci
-def test_many_threads_at_once(store: Place) -> None:
-    filesystem = made(store, default_block_size=PART_NBYTES)
-    versions = [os.urandom(2 * PART_NBYTES + number) for number in range(40)]
-    with ThreadPoolExecutor(40) as pool:
-        list(pool.map(lambda number: write_file(filesystem, f"f{number}", versions[number]), range(40)))
-        found = list(pool.map(lambda number: filesystem.read_all(f"f{number}", limit_nbytes=1 << 30), range(40)))
-    assert found == versions
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["with space", "grüße-ß", "100%25", "a#b", "semi;colon", "[1]", "日本"])
-def test_odd_names(store: Place, name: str) -> None:
-    filesystem = made((f"{store[0]}/{name}", store[1]))
-    filesystem.publish(name, b"x")
-    assert filesystem.list_names() == [name]
-    assert [file.name for file in opened(store).list_below().files] == [f"{name}/{name}"]
-    assert filesystem.read(name, 0, 1) == b"x"
-
-
-def test_what_is_below(server: FileServer, store: Place) -> None:
-    filesystem = made(store)
-    folder = server.folder(store[0])
-    (folder / "a" / "b").mkdir(parents=True)
-    for name in ("x", "a/y", "a/b/z"):
-        (folder / name).write_bytes(b"1")
-    below = filesystem.list_below()
-    assert sorted(file.name for file in below.files) == ["a/b/z", "a/y", "x"] and not below.failed
-    assert filesystem.list_names() == ["x"]
-
-
-def test_a_directory_in_the_way(server: FileServer, store: Place) -> None:
-    filesystem = made(store)
-    (server.folder(store[0]) / "taken").mkdir()
-    with pytest.raises(StorageError) as caught:
-        filesystem.open_output("taken")
-    assert caught.value.errno == errno.EEXIST
-    with pytest.raises(StorageError):
-        filesystem.publish("taken", b"x")
-    with pytest.raises(StorageError):
-        filesystem.read("taken", 0, 1)
-    with pytest.raises(ConcurrentSaveError):
-        filesystem.publish("taken", b"x", overwrite=False)
-    with pytest.raises(StorageError):
-        filesystem.remove(["taken"])
-    assert filesystem.file_nbytes("taken") is None and filesystem.list_names() == []
-    assert (server.folder(store[0]) / "taken").is_dir()
-
-
-def test_a_file_in_the_way_of_the_directory(server: FileServer, store: Place) -> None:
-    server.folder(store[0]).write_bytes(b"x")
-    filesystem = opened(store)
-    with pytest.raises(StorageError) as caught:
-        filesystem.create_directory()
-    assert caught.value.errno == errno.ENOTDIR
-    assert filesystem.list_names() == [] and filesystem.file_nbytes("a") is None
-    with pytest.raises(StorageError):
-        filesystem.publish("a", b"x")
-    filesystem.remove_directory()
-    assert server.folder(store[0]).read_bytes() == b"x"
-
-
-def test_a_file_of_another_is_never_written_into(server: FileServer, store: Place) -> None:
-    filesystem = made(store)
-    filesystem.publish("data", b"theirs")
-    with pytest.raises(StorageError) as caught:
-        filesystem.open_output("data")
-    assert caught.value.errno == errno.EEXIST
-    assert filesystem.read_all("data", limit_nbytes=10) == b"theirs"
-
-
-def test_only_an_empty_directory_is_removed(server: FileServer, store: Place) -> None:
-    filesystem = made(store)
-    filesystem.publish("a", b"x")
-    filesystem.remove_directory()
-    assert filesystem.list_names() == ["a"]
-    filesystem.remove(["a"])
-    filesystem.remove_directory()
-    assert not server.folder(store[0]).exists()
-    filesystem.remove_directory()
-
-
-@pytest.mark.ci
-def test_dropped_streams_hold_nothing(store: Place) -> None:
-    filesystem = made(store, default_block_size=PART_NBYTES)
-    for number in range(34):
-        filesystem.open_output(f"dropped-{number}").write(bytes(2 * PART_NBYTES))
-        gc.collect()
-    assert len(filesystem.list_names()) == 34
-
-
-def test_a_read_only_share(kind: str, start: Callable[..., FileServer]) -> None:
-    server = start(kind, *(["-R"] if kind == "sftp" else []))
+def test_a_read_only_share(kind_name: str, start: Callable[..., FileServer]) -> None:
+    server = start(kind_name, *(["-R"] if kind_name == "sftp" else []))
     url, options = server.place("run")
     folder = server.folder(url)
     folder.mkdir()
@@ -540,9 +413,9 @@ def held_open(filesystem: Filesystem, name: str, **options: Any) -> Iterator[Non
     key = filesystem._key(name)  # type: ignore[attr-defined]
 
     async def begin(connection: Any) -> Any:
-        if isinstance(connection, connections("smb")):
-            return connection._open(key, "rb", **options)
-        return await connection._sftp.open(key, "rb")
+        if hasattr(connection, "_sftp"):
+            return await connection._sftp.open(key, "rb")
+        return connection._open(key, "rb", **options)
 
     async def end(connection: Any) -> None:
         closed = file.close()
@@ -554,20 +427,27 @@ def held_open(filesystem: Filesystem, name: str, **options: Any) -> Iterator[Non
     client.run("read", name, end)
 
 
-def test_a_file_is_replaced_while_somebody_reads_it(store: Place) -> None:
-    filesystem, reader = opened(store), opened(store)
-    filesystem.create_directory()
+def test_a_file_is_replaced_and_removed_while_another_reads_it(place: Location) -> None:
+    filesystem, reader = made(place), opened(place)
     filesystem.publish("a", b"old")
     with held_open(reader, "a"):
         filesystem.publish("a", b"new")
     assert filesystem.read_all("a", limit_nbytes=10) == b"new"
     assert filesystem.list_names() == ["a"]
+    with held_open(reader, "a"):
+        filesystem.remove(["a"])
+        filesystem.remove(["a"])
+        assert filesystem.file_nbytes("a") is None
+        with pytest.raises(StorageError) as caught:
+            filesystem.read("a", 0, 1)
+        assert caught.value.errno == errno.ENOENT
+    assert filesystem.list_names() == []
 
 
-@pytest.mark.smb
-def test_a_publish_waits_for_readers(smb_store: Place) -> None:
+@SMB
+def test_a_publish_waits_for_readers(place: Location) -> None:
     """Windows replaces no file that any client has open, Samba none that is open on the same connection."""
-    filesystem = made(smb_store)
+    filesystem = made(place)
     filesystem.publish("a", b"old")
     with ThreadPoolExecutor(1) as pool:
         with held_open(filesystem, "a"):
@@ -579,9 +459,9 @@ def test_a_publish_waits_for_readers(smb_store: Place) -> None:
     assert filesystem.list_names() == ["a"]
 
 
-@pytest.mark.smb
-def test_a_publish_does_not_wait_longer_than_the_deadline(smb_store: Place) -> None:
-    filesystem = made(smb_store)
+@SMB
+def test_a_publish_does_not_wait_longer_than_the_deadline(place: Location) -> None:
+    filesystem = made(place)
     filesystem.publish("a", b"old")
     with held_open(filesystem, "a"):
         began = time.monotonic()
@@ -593,25 +473,10 @@ def test_a_publish_does_not_wait_longer_than_the_deadline(smb_store: Place) -> N
     assert filesystem.list_names() == ["a"]
 
 
-def test_a_file_is_removed_while_somebody_reads_it(store: Place) -> None:
-    filesystem, reader = opened(store), opened(store)
-    filesystem.create_directory()
-    filesystem.publish("a", b"old")
-    with held_open(reader, "a"):
-        filesystem.remove(["a"])
-        filesystem.remove(["a"])
-        assert filesystem.file_nbytes("a") is None
-        with pytest.raises(StorageError) as caught:
-            filesystem.read("a", 0, 1)
-        assert caught.value.errno == errno.ENOENT
-    assert filesystem.list_names() == []
-
-
-@pytest.mark.smb
-def test_a_read_waits_for_an_exclusive_reader(smb_store: Place) -> None:
+@SMB
+def test_a_read_waits_for_an_exclusive_reader(place: Location) -> None:
     """As programs that look for viruses are, and for a moment a save that asks whether a client has it open."""
-    filesystem, other = opened(smb_store), opened(smb_store)
-    filesystem.create_directory()
+    filesystem, other = made(place), opened(place)
     filesystem.publish("a", b"x")
     with ThreadPoolExecutor(1) as pool:
         with held_open(other, "a", share_access=None):
@@ -621,20 +486,20 @@ def test_a_read_waits_for_an_exclusive_reader(smb_store: Place) -> None:
         assert reading.result(20) == b"x"
 
 
-@pytest.mark.smb
-@pytest.mark.parametrize("option", [{"encrypt": True}, {"require_signing": False}, {"auth_protocol": "ntlm"}])
-def test_how_smb_is_protected(smb_store: Place, option: dict[str, Any]) -> None:
-    filesystem = made(smb_store, **option)
+@SMB
+def test_how_smb_is_protected(place: Location) -> None:
     data = os.urandom(5 << 20)
-    write_file(filesystem, "data", data)
-    assert filesystem.read_all("data", limit_nbytes=len(data)) == data
+    for number, option in enumerate(({"encrypt": True}, {"require_signing": False}, {"auth_protocol": "ntlm"})):
+        filesystem = made(place, **option)
+        write_file(filesystem, f"data-{number}", data)
+        assert filesystem.read_all(f"data-{number}", limit_nbytes=len(data)) == data
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def test_a_forked_process_makes_connections_of_its_own(store: Place) -> None:
-    filesystem = opened(store, deadline_seconds=90.0)
+def test_a_forked_process_makes_connections_of_its_own(place: Location) -> None:
+    filesystem = opened(place, deadline_seconds=90.0)
     client: ServerClient = filesystem._client  # type: ignore[attr-defined]
     filesystem.create_directory()
     filesystem.publish("parents", b"parent")
@@ -656,20 +521,174 @@ def test_a_forked_process_makes_connections_of_its_own(store: Place) -> None:
     assert filesystem.list_names() == ["child", "parents"]
 
 
-# --- packages that are not installed ---------------------------------------------------------------------------------
+# --- a server that loses ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("protocol", "package"), [("sftp", "asyncssh"), ("ssh", "asyncssh"), ("smb", "smbprotocol")])
-def test_a_missing_package(protocol: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
+def published(filesystem: Filesystem) -> None:
+    filesystem.publish(".metadata", b"new", overwrite=True)
 
-    import dcp_nvcomp.storage.file_servers as room
 
-    module = "smb" if protocol == "smb" else "sftp"
-    monkeypatch.delitem(sys.modules, f"{room.__name__}.{module}", raising=False)
-    monkeypatch.delattr(room, module, raising=False)
-    for name in [name for name in sys.modules if name.split(".")[0] in (package, "smbclient")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigurationError, match=rf"pip install 'dcp-nvcomp\[{module}\]'"):
-        open_filesystem(f"{protocol}://host/share/run")
+def published_first(filesystem: Filesystem) -> None:
+    filesystem.publish("first", b"new", overwrite=False)
+
+
+def replaced(filesystem: Filesystem) -> None:
+    stream = filesystem.open_replacement(".metadata")
+    stream.write(b"new")
+    stream.close()
+
+
+@pytest.mark.parametrize("publish", [published, published_first, replaced])
+def test_a_temporary_that_the_server_lost_was_not_published(
+    kind: FileServer,
+    place: Location,
+    connections: Any,
+    publish: Callable[[Filesystem], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name was not durable when the server died: the rename that was lost with the answer was never done."""
+    filesystem, folder = made(place), kind.folder(place[0])
+    filesystem.publish(".metadata", b"old")
+
+    async def lost(connection: Any, source: str, target: str) -> None:
+        (folder / os.path.basename(source)).unlink()
+        raise ConnectionLostError("the server died")
+
+    monkeypatch.setattr(connections, "replace", lost)
+    monkeypatch.setattr(connections, "rename_new", lost)
+    with pytest.raises(StorageError, match="other contents") as caught:
+        publish(filesystem)
+    assert caught.value.outcome_unknown
+    assert filesystem.read_all(".metadata", limit_nbytes=10) == b"old"
+    assert filesystem.list_names() == [".metadata"]
+
+
+def test_what_another_save_published_since_is_told(
+    kind: FileServer, place: Location, connections: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rename was done, its answer was lost, and another save came before it was looked at."""
+    filesystem, folder = made(place), kind.folder(place[0])
+    replace = connections.replace
+
+    async def done_but_lost(connection: Any, source: str, target: str) -> None:
+        await replace(connection, source, target)
+        (folder / ".metadata").write_bytes(b"theirs, which is longer")
+        raise ConnectionLostError("the wire is cut")
+
+    monkeypatch.setattr(connections, "replace", done_but_lost)
+    with pytest.raises(StorageError, match="another save") as caught:
+        filesystem.publish(".metadata", b"ours")
+    assert caught.value.outcome_unknown
+    assert filesystem.read_all(".metadata", limit_nbytes=30) == b"theirs, which is longer"
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_directory_that_cannot_be_synced_any_more(
+    place: Location, kind_name: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could when it was made, so this is no server that never can: what was published may not be durable."""
+    filesystem = made(place)
+    filesystem.publish(".metadata", b"old")
+
+    def failing(*arguments: Any) -> None:
+        raise OSError(number, "the disk fails")
+
+    if kind_name == "sftp":
+        import asyncssh
+
+        async def failing_fsync(file: Any) -> None:
+            if stat.S_ISDIR((await file.stat()).permissions):
+                failing()
+
+        monkeypatch.setattr(asyncssh.SFTPClientFile, "fsync", failing_fsync)
+    else:
+        from smbprotocol.open import Open
+
+        flush = Open.flush
+        monkeypatch.setattr(Open, "flush", lambda file: failing() if file.file_name.endswith("run") else flush(file))
+    with pytest.raises(StorageError) as caught:
+        filesystem.publish(".metadata", b"new")
+    assert caught.value.outcome_unknown or caught.value.errno == errno.ENOSPC
+    monkeypatch.undo()
+    assert filesystem.read_all(".metadata", limit_nbytes=10) == b"new"
+
+
+# --- SMB servers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ci
+@pytest.mark.smb
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("server max protocol = SMB2_10",),
+        ("smb2 max read = 65536", "smb2 max write = 65536"),
+        ("smb2 max credits = 20", "server smb encrypt = required"),
+    ],
+    ids=lambda settings: settings[0],
+)
+def test_servers_that_grant_little(start: Callable[..., SmbServer], settings: tuple[str, ...]) -> None:
+    filesystem = made(start("smb", *settings, "server signing = required").place("run"), default_block_size=4 << 20)
+    data = os.urandom((9 << 20) + 7)
+    write_file(filesystem, "data", data)
+    assert filesystem.read_all("data", limit_nbytes=len(data)) == data
+
+
+@pytest.mark.smb
+def test_files_without_the_right_to_execute_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samba refuses to open them for that, as smbclient.replace does."""
+    missing = SmbServer.missing()
+    if missing:
+        pytest.skip(missing)
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        if not os.geteuid():  # root may do anything
+            monkeypatch.setattr(SmbServer, "user", "daemon")
+        server = SmbServer(Path(directory), "create mask = 0644", "map archive = no")
+        server.start()
+        try:
+            place = server.place("run")
+            if not os.geteuid():
+                for folder in (server.folder(place[0]).parent, server.folder(place[0]).parent.parent):
+                    shutil.chown(folder, "daemon")
+            filesystem = made(place)
+            for data in (b"one", b"two"):
+                filesystem.publish(".metadata", data)
+            assert filesystem.read_all(".metadata", limit_nbytes=10) == b"two"
+            assert not (server.folder(place[0]) / ".metadata").stat().st_mode & 0o111
+        finally:
+            server.stop()
+
+
+@SFTP
+@pytest.mark.parametrize("what", ["create", "write", "make a directory"])
+def test_a_failure_without_a_reason_is_explained_by_the_disk(
+    place: Location, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSH says "Failure" when its disk is full or read-only."""
+    import asyncssh
+
+    filesystem, below = made(place), opened(place, below="new")
+    statvfs, state = asyncssh.SFTPClient.statvfs, dict[str, int]()
+
+    async def failing(*arguments: Any, **options: Any) -> Any:
+        raise asyncssh.SFTPFailure("Failure")
+
+    async def reported(client: Any, path: Any) -> Any:
+        found = await statvfs(client, path)
+        for name, value in state.items():
+            setattr(found, name, value)
+        return found
+
+    if what == "write":
+        monkeypatch.setattr(asyncssh.SFTPClientFile, "write", failing)
+    else:
+        monkeypatch.setattr(asyncssh.SFTPClient, "open" if what == "create" else "mkdir", failing)
+    monkeypatch.setattr(asyncssh.SFTPClient, "statvfs", reported)
+    for name, value, number in (("bavail", 0, errno.ENOSPC), ("favail", 0, errno.ENOSPC), ("flags", 1, errno.EROFS)):
+        state.clear()
+        state[name] = value
+        with pytest.raises(StorageError, match="the server's disk is") as caught:
+            below.create_directory() if what == "make a directory" else write_file(filesystem, f"a{name}", b"x")
+        assert caught.value.errno == number

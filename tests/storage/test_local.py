@@ -1,4 +1,4 @@
-"""Local disk: the suite, and what POSIX promises only to those who ask: durability, exclusive names, no half files."""
+"""Local disk: what POSIX promises only to those who ask, durability, exclusive names, no half files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from dcp_nvcomp.errors import ConcurrentSaveError, StorageError, TruncatedFileEr
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.faults import forked
 
-from .suite import FilesystemSuite, Place, write_file
-
-
-class TestLocal(FilesystemSuite):
-    @pytest.fixture
-    def place(self, tmp_path: Path) -> Place:
-        return str(tmp_path / "some" / "run"), {}
+from .files import write_file
 
 
 def test_a_limit_of_the_process(tmp_path: Path) -> None:
@@ -48,31 +42,6 @@ def test_a_limit_of_the_process(tmp_path: Path) -> None:
     """
     done = forked.execute(code)
     assert done.stdout.splitlines() == [f"{errno.EFBIG} {1 << 16}", f"{errno.EFBIG} ['.metadata'] b'old'"]
-
-
-def test_unwritable_targets(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    for target in (tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")):
-        filesystem = open_filesystem(target)
-        with pytest.raises(StorageError) as caught:
-            filesystem.create_directory()
-        assert caught.value.path == str(target)
-        with pytest.raises(StorageError):
-            filesystem.open_output("a")
-        with pytest.raises(StorageError):
-            filesystem.publish("a", b"x")
-        assert filesystem.list_names() == []
-        assert filesystem.file_nbytes("a") is None
-        filesystem.remove(["a"])
-
-
-def test_no_data_file_is_written_twice(tmp_path: Path) -> None:
-    filesystem = open_filesystem(tmp_path)
-    write_file(filesystem, "a", b"first")
-    with pytest.raises(StorageError) as caught:
-        filesystem.open_output("a")
-    assert caught.value.errno == errno.EEXIST
-    assert (tmp_path / "a").read_bytes() == b"first"
 
 
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
@@ -186,14 +155,6 @@ def test_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         filesystem.publish("x", b"y", overwrite=False)
     assert filesystem.read_all("x", limit_nbytes=1) == b"x"
     assert filesystem.list_names() == ["x"]
-
-
-def test_publishing_over_a_directory(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").mkdir()
-    filesystem = open_filesystem(tmp_path)
-    with pytest.raises(StorageError):
-        filesystem.publish(".metadata", b"x")
-    assert filesystem.list_names() == []
 
 
 def test_short_writes_and_reads_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,7 @@ import os
 import shutil
 import threading
 import time
-import uuid
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,28 +24,8 @@ from dcp_nvcomp.storage.fsspec_output import Moves
 from dcp_nvcomp.storage.open import open_filesystem
 
 from .plain import ATOMIC, PROTOCOLS, MovingFilesystem, PlainFilesystem, carry_out, hooked
-from .suite import FilesystemSuite, Place
 
 GAP = "can't replace a file in one step"
-
-
-class TestAtomic(FilesystemSuite):
-    @pytest.fixture(params=["memory", "plain-moving", "plain-posix"])
-    def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-        root = f"{request.param}://{uuid.uuid4().hex if request.param == 'memory' else tmp_path}"
-        yield root, {}
-        memory = fsspec.filesystem("memory")
-        if request.param == "memory" and memory.exists(root):
-            memory.rm(root, recursive=True)
-
-
-@pytest.mark.filterwarnings(f"ignore:.*{GAP}")
-class TestNotAtomic(FilesystemSuite):
-    @pytest.fixture(params=["plain-refusing", "plain"])
-    def place(self, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-        return f"{request.param}://{tmp_path}", {}
-
-    test_publish_is_atomic_for_readers = None  # type: ignore[assignment]  # it is not, as the warning says
 
 
 @pytest.mark.parametrize("chain", ["dir://::", "simplecache::"])

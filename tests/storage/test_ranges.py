@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,35 +13,19 @@ from hypothesis import strategies as st
 from dcp_nvcomp.loading.read_plan import ByteRange, coalesce
 
 
-def test_nothing_wanted() -> None:
-    assert coalesce([], 10, 100) == []
-
-
-@pytest.mark.parametrize(("gap", "joined"), [(0, False), (3, False), (4, True)])
-def test_a_gap_is_read_along_up_to_its_limit(gap: int, joined: bool) -> None:
-    apart = [ByteRange(0, 10, (0,)), ByteRange(14, 20, (1,))]
-    assert coalesce([(0, 10), (14, 20)], gap, 100) == ([ByteRange(0, 20, (0, 1))] if joined else apart)
-
-
-def test_pieces_that_touch_are_joined_without_any_gap() -> None:
-    assert coalesce([(0, 10), (10, 20)], 0, 100) == [ByteRange(0, 20, (0, 1))]
-
-
-@pytest.mark.parametrize(("limit", "joined"), [(19, False), (20, True)])
-def test_a_read_ends_at_the_limit(limit: int, joined: bool) -> None:
-    assert len(coalesce([(0, 10), (10, 20)], 0, limit)) == (1 if joined else 2)
-
-
-def test_a_piece_longer_than_the_limit_is_a_read_of_its_own() -> None:
-    assert coalesce([(0, 5), (5, 500), (500, 505)], 0, 100) == [
-        ByteRange(0, 5, (0,)),
-        ByteRange(5, 500, (1,)),
-        ByteRange(500, 505, (2,)),
-    ]
-
-
-def test_pieces_in_any_order_and_empty_ones() -> None:
-    assert coalesce([(20, 30), (0, 10), (10, 10)], 0, 100) == [ByteRange(0, 10, (1, 2)), ByteRange(20, 30, (0,))]
+@pytest.mark.parametrize(
+    ("pieces", "gap", "limit", "expected"),
+    [
+        ([], 10, 100, []),
+        ([(0, 10), (14, 20)], 3, 100, [(0, 10, (0,)), (14, 20, (1,))]),
+        ([(0, 10), (14, 20)], 4, 100, [(0, 20, (0, 1))]),
+        ([(0, 10), (10, 20)], 0, 19, [(0, 10, (0,)), (10, 20, (1,))]),
+        ([(0, 5), (5, 500), (500, 505)], 0, 100, [(0, 5, (0,)), (5, 500, (1,)), (500, 505, (2,))]),
+        ([(20, 30), (0, 10), (10, 10)], 0, 100, [(0, 10, (1, 2)), (20, 30, (0,))]),
+    ],
+)
+def test_examples(pieces: list[tuple[int, int]], gap: int, limit: int, expected: list[tuple[Any, ...]]) -> None:
+    assert coalesce(pieces, gap, limit) == [ByteRange(*one) for one in expected]
 
 
 @given(

@@ -3,7 +3,7 @@
     kinds.py    the kinds of storage: where a checkpoint goes, which server is behind it, how it is killed
     places.py   one checkpoint's place, what is saved there, and the questions that are asked afterwards
     calls.py    a hook between the package and the calls of its storage layer
-    children.py processes that save and are killed, or save to one path at the same time
+    children.py processes that save and are killed
 
 Each test runs once for each kind: `-m s3`, `-m azure`, `-m gcs`, `-m sftp`, `-m smb`, or `-k "disk or mounted"`. Each
 worker of pytest-xdist starts the servers that it needs, once (tests/servers). `mounted` is a directory on any file
@@ -14,7 +14,7 @@ What the servers can't show:
 
 - moto (S3) keeps objects in memory, and runs in the process of the tests: it is not killed itself, but all connections
   to it are. It checks no signatures and knows no rights. Ceph does: it is killed in
-  tests/faults/test_s3_faults.py::test_a_server_killed_and_restarted_during_a_save.
+  tests/faults/test_object_store_faults.py::test_a_server_killed_and_restarted_during_a_save.
 - Azurite knows no throttling, no Azure AD, no hierarchical namespace. It saves its list of blobs every five seconds;
   tests/servers/azurite_durable.js has it do so before it confirms a write, as Azure does. What it has of an upload's
   blocks when it is killed is not what Azure would have.

@@ -19,8 +19,6 @@ from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.faults.intercept import Counted, Intercepted
 
-__all__ = ["Counted", "FailingOnce", "Hook", "interposed"]
-
 Hook = Callable[..., Any]
 
 # All that asks the storage. What only computes, as `location`, does not, nor do attributes, as `parallel_reads`.
@@ -37,12 +35,9 @@ _NEVER_RAISES: Final = "abort"
 
 
 def _interposing(hook: Hook) -> Callable[..., Any]:
-    def of_stream(name: str, call: Any, *arguments: Any, **options: Any) -> Any:
-        return hook(name, call, *arguments, **options)
-
     def of_filesystem(name: str, call: Any, *arguments: Any, **options: Any) -> Any:
         result = hook(name, call, *arguments, **options)
-        return Intercepted(result, _STREAM_CALLS, of_stream) if name in _STREAMS else result
+        return Intercepted(result, _STREAM_CALLS, hook) if name in _STREAMS else result
 
     def opened(*arguments: Any, **options: Any) -> Any:
         filesystem: Filesystem = open_filesystem(*arguments, **options)
@@ -71,11 +66,10 @@ class FailingOnce(Counted):
     def carry_out(self, at: int, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         if at != self._at:
             return call(*arguments, **options)
-        if self._done or name == _NEVER_RAISES:
-            result = call(*arguments, **options)
-            if name == _NEVER_RAISES:
-                return result
-            self.lost = result
+        if name == _NEVER_RAISES:
+            return call(*arguments, **options)
+        if self._done:
+            self.lost = call(*arguments, **options)
         failure = StorageError("The connection was lost.", path="here", errno=errno.ETIMEDOUT)
         failure.outcome_unknown = True
         raise failure

@@ -101,7 +101,7 @@ class Place:
 
     def filesystem(self) -> Filesystem:
         """Open it as the package does."""
-        return open_filesystem(self.url, storage_options=self.options)
+        return open_filesystem(self.url, storage_options=self.options, deadline_seconds=self.deadline_seconds)
 
     def names(self) -> set[str]:
         """Return the names of all files there."""

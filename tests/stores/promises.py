@@ -49,7 +49,8 @@ class Promise:
         cell = found if isinstance(found, Cell) else Cell(found)
         if cell.test or cell.words == _NOTHING:
             return cell
-        return Cell(cell.words, f"{_STORES}{self.test.format(kind)}")
+        test = self.test.format(kind)
+        return Cell(cell.words, test if test.startswith("tests/") else f"{_STORES}{test}")
 
 
 PROMISES: Final = (
@@ -105,7 +106,9 @@ PROMISES: Final = (
         usual="yes",
         cells={
             **_LOCAL,
-            "ceph": Cell("yes", "tests/faults/test_s3_faults.py::test_a_server_killed_and_restarted_during_a_save"),
+            "ceph": Cell(
+                "yes", "tests/faults/test_object_store_faults.py::test_a_server_killed_and_restarted_during_a_save"
+            ),
             "ftp": Cell("it fails", f"{_STORES}test_scenarios.py::test_an_ftp_server_that_is_killed"),
         },
     ),
@@ -121,7 +124,7 @@ PROMISES: Final = (
     ),
     Promise(
         "Of two saves that overwrite at once one survives, whole",
-        "test_two_writers.py::test_the_survivor_is_one_of_the_two[{}-5]",
+        "test_two_writers.py::test_the_survivor_is_one_of_the_two[{}-2]",
         usual="yes",
         cells={"ftp": _NOTHING},
     ),
@@ -141,7 +144,7 @@ PROMISES: Final = (
     ),
     Promise(
         "`clean` removes what was left, by the storage's clock",
-        "test_scenarios.py::test_ages_are_by_the_clock_of_the_storage[{}]",
+        "tests/storage/test_every_filesystem.py::test_sizes_and_ages_are_those_of_the_storage[{}]",
         usual="yes",
         cells={
             "ftp": Cell("this machine's clock, if files have times", f"{_STORES}test_scenarios.py::test_clean[ftp]")
@@ -155,7 +158,7 @@ PROMISES: Final = (
             "disk": Cell("yes", f"{_STORES}test_rights.py::test_modes_of_a_directory[may write]"),
             "mounted": _NOTHING,
             "ceph": Cell(
-                "yes", "tests/faults/test_s3_faults.py::test_credentials_that_may_neither_list_nor_look[real]"
+                "yes", "tests/faults/test_object_store_faults.py::test_credentials_that_may_neither_list_nor_look[ceph]"
             ),
             "ftp": _NOTHING,
         },
@@ -169,7 +172,7 @@ PROMISES: Final = (
             "ceph": Cell("yes", f"{_STORES}test_secrets.py::test_what_works_tells_no_secret[moto-secret]"),
             "azure": Cell("yes", f"{_STORES}test_secrets.py::test_what_is_refused_tells_no_secret[azure-account_key]"),
             "gcs": Cell("yes", f"{_STORES}test_secrets.py::test_what_is_refused_tells_no_secret[gcs-token]"),
-            "ftp": Cell("yes", "tests/errors/test_secrets_everywhere.py::test_failing_calls[simplecache::]"),
+            "ftp": Cell("yes", "tests/errors/test_secrets_everywhere.py::test_failing_calls[simplecache::-failing]"),
         },
     ),
 )

@@ -14,18 +14,8 @@ def test_each_cell_has_its_test() -> None:
     named = promises.tests()
     assert len(named) > 60
     files = sorted({test.partition("::")[0] for test in named})
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-q",
-        "-m",
-        "not gpu",
-        "-p",
-        "no:cacheprovider",
-        *files,
-    ]
+    options = ["--collect-only", "-q", "-m", "not gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *files]
     collected = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=True).stdout
     missing = set(named) - set(collected.splitlines())
     assert not missing

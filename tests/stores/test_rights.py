@@ -29,7 +29,7 @@ from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 
 from .children import CONTEXT, LIMIT_SECONDS
-from .kinds import MARKED, Kind, Own
+from .kinds import parameters
 from .places import Place
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -82,12 +82,11 @@ def _smb(server: SmbServer, place: Place) -> Rights:
 _RIGHTS: dict[str, Callable[..., Rights]] = {"azure": _azure, "gcs": _gcs, "sftp": _sftp, "smb": _smb}
 
 
-@pytest.fixture(params=[MARKED[name] for name in _RIGHTS])
-def rights(request: pytest.FixtureRequest, kind_named: Callable[[str], Kind]) -> Iterator[Rights]:
+@pytest.fixture(params=parameters(*_RIGHTS))
+def rights(request: pytest.FixtureRequest, kind_named: Callable[[str], Any]) -> Iterator[Rights]:
     kind = kind_named(request.param)
-    assert isinstance(kind, Own)
     place = Place(*kind.place())
-    yield _RIGHTS[request.param](kind.server, place)
+    yield _RIGHTS[request.param](kind, place)
     kind.remove(place.url)
 
 
@@ -144,11 +143,12 @@ def _somewhere() -> Iterator[Path]:
         yield Path(directory)
 
 
-def _as_nobody(place: Place, told: Any) -> None:
+def _save_as_nobody(place: Place, told: Any) -> None:
     warnings.simplefilter("ignore")
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
+    if os.geteuid() == 0:  # root may do anything
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
     error = place.save(2)
     told.send((place.loaded(), error))
 
@@ -156,7 +156,6 @@ def _as_nobody(place: Place, told: Any) -> None:
 @pytest.mark.skipif(not hasattr(os, "setuid"), reason="there are no users here")
 @pytest.mark.parametrize("mode", [0o555, 0o777], ids=["may read", "may write"])
 def test_modes_of_a_directory(mode: int) -> None:
-    """Root may do anything, so somebody else tries; others than root try themselves."""
     with _somewhere() as folder:
         place = Place(str(folder / "run"), {})
         assert place.save(1) is None
@@ -164,8 +163,7 @@ def test_modes_of_a_directory(mode: int) -> None:
             os.chmod(file, stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
         os.chmod(folder / "run", mode)
         ours, theirs = CONTEXT.Pipe(duplex=False)
-        function = _as_nobody if os.geteuid() == 0 else _as_ourselves
-        child = CONTEXT.Process(target=function, args=(place, theirs))
+        child = CONTEXT.Process(target=_save_as_nobody, args=(place, theirs))
         child.start()
         theirs.close()
         loaded, error = ours.recv()
@@ -176,9 +174,3 @@ def test_modes_of_a_directory(mode: int) -> None:
         else:
             _assert_denied(error, place)
             assert loaded == 1
-
-
-def _as_ourselves(place: Place, told: Any) -> None:
-    warnings.simplefilter("ignore")
-    error = place.save(2)
-    told.send((place.loaded(), error))

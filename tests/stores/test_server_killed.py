@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +14,8 @@ from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.errors import CheckpointError, StorageError
 
 from .calls import Counted, interposed
-from .conftest import Running
-from .kinds import Served
+from .conftest import fresh
+from .kinds import SERVED, Served
 from .places import Place
 
 _NBYTES = 100_000_000
@@ -68,11 +68,13 @@ class Trial:
         assert self.small.loaded() == _NEXT
 
 
-@pytest.fixture
-def trial(served: Running) -> Trial:
+@pytest.fixture(params=SERVED)
+def trial(request: pytest.FixtureRequest, kind_named: Callable[[str], Any]) -> Iterator[Trial]:
     """A server with a small checkpoint, which runs again when the test is over."""
-    assert served.place.save(_OLD) is None
-    return Trial(served.place, replace(served.place, nbytes=_NBYTES), served.server)
+    server: Served = kind_named(request.param)
+    for place in fresh(server):
+        assert place.save(_OLD) is None
+        yield Trial(place, replace(place, nbytes=_NBYTES), server)
 
 
 @pytest.mark.ci
