@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, TypeVar, cast
 
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
-
 from dcp_nvcomp.errors import ConfigurationError
 
 S = TypeVar("S")
@@ -264,6 +262,8 @@ def storage_of(
     known_options: Collection[str],
 ) -> S:
     """Return the storage writer or reader that was given, or one made from the options."""
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter  # `ls` needs the rest without torch
+
     role = "writer" if issubclass(kind, StorageWriter) else "reader"
     if given is None:
         refuse_path(options, known_options)
