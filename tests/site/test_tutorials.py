@@ -1,0 +1,37 @@
+"""A tutorial's programs are saved as their titles say; its commands run one after the other and print what it says.
+
+`...` in a page stands for any text, as in doctest; runs of spaces are one.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+_BLOCK = re.compile(r'^```(python title="(?P<file>[^"]+)"|console)\n(?P<text>.*?)^```', re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_tutorial_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    for block in _BLOCK.finditer(page.read_text()):
+        if block["file"]:
+            (tmp_path / block["file"]).write_text(block["text"])
+            continue
+        for command, printed in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block["text"], re.MULTILINE):
+            ran = subprocess.run(
+                command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            )
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            fits = doctest.OutputChecker().check_output(printed, ran.stdout, flags)
+            assert fits, f"{page.name}: {command}\n{ran.stdout}\n{ran.stderr}"
