@@ -104,19 +104,6 @@ def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) 
 
 
 @contextmanager
-def dcp_errors(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Raise what a call of DCP's fails with as an error of ours, the same on all ranks."""
-    failed: BaseException | None = None
-    try:
-        with together(group):
-            yield
-    except CheckpointException as error:
-        failed = error_of_ranks(error, group)
-    if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
-        raise failed
-
-
-@contextmanager
 def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Explain what the backend raises in collectives of ranks that are known to have come."""
     try:

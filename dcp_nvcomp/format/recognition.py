@@ -202,7 +202,7 @@ def names_and_links(filesystem: Filesystem) -> list[str]:
     names = set(filesystem.list_names())
     if is_local(filesystem.path):
         with contextlib.suppress(OSError), os.scandir(place_of(filesystem.path)) as items:
-            names |= {item.name for item in items if item.is_symlink() and item.is_file()}
+            names |= {item.name for item in items if item.is_symlink() and os.path.isfile(item.path)}
     return sorted(names)
 
 

@@ -8,12 +8,13 @@ from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from dcp_nvcomp.calls.ranks import Call, dcp_errors, group_of, meet
+from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, meet, together
 from dcp_nvcomp.calls.suggestions import storage_of
 from dcp_nvcomp.calls.values import (
     ExpectsCheckpoint,
@@ -98,8 +99,9 @@ def load(
             values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)}, objects)
         whole = [key for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)] if values else []
         planning = planner_for(planner, failure, may_cast=dtype == "cast", may_leave=whole)
+        failed: BaseException | None = None
         try:
-            with dcp_errors(group):
+            with together(group):
                 dcp_load(
                     wrapped(values),
                     checkpoint_id=checkpoint_id,
@@ -108,9 +110,12 @@ def load(
                     process_group=group,
                     no_dist=group is None,
                 )
-        except CheckpointError as error:
-            error.path = error.path or where
-            raise
+        except CheckpointException as error:  # of any ranks, the same on all of them
+            failed = error_of_ranks(error, group)
+        if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
+            if isinstance(failed, CheckpointError):
+                failed.path = failed.path or where
+            raise failed
         for key, value in values.items():
             check_given(state_dict[key], value, key)
         for key, value in values.items():

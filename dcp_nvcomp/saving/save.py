@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dcp_nvcomp.calls.ranks import Call, dcp_errors, group_of
+from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, together
 from dcp_nvcomp.calls.suggestions import storage_of
 from dcp_nvcomp.calls.values import is_default_planner, leaves, try_check, try_values_of, wrapped
 from dcp_nvcomp.codecs.choose import needs_gpu
@@ -141,15 +142,21 @@ def run_save(
     planner: KeepingPlanner,
     group: dist.ProcessGroup | None,
 ) -> Metadata:
-    with dcp_errors(group):
-        metadata: Metadata = dcp_save(
-            wrapped(values),
-            checkpoint_id=checkpoint_id,
-            storage_writer=writer,
-            planner=planner,
-            process_group=group,
-            no_dist=group is None,
-        )
+    failed: BaseException | None = None
+    try:
+        with together(group):
+            metadata: Metadata = dcp_save(
+                wrapped(values),
+                checkpoint_id=checkpoint_id,
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:  # of any ranks, the same on all of them
+        failed = error_of_ranks(error, group)
+    if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
+        raise failed
     return metadata.plain() if isinstance(metadata, PlannedMetadata) else metadata
 
 

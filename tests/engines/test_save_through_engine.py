@@ -86,11 +86,12 @@ def many(count: int, nbytes: int) -> dict[str, torch.Tensor]:
 @pytest.mark.ci
 def test_many_shards_are_few_batches(tmp_path: Path, on_the_engine: StandInPool) -> None:
     """A shard of 100 KB is too little to fill a GPU: what lies next to each other goes together."""
-    state = many(120, 100_000)
+    # what a GPU encodes; between others, which the CPU engine does, a batch ends
+    state = {fqn: value for fqn, value in many(120, 100_000).items() if value.is_floating_point()}
     save(tmp_path, state, codec="planes-zstd")
     # buffers of 8 MiB hold 80 of them; two chains with coders, and slices in a few classes of length
     assert len(on_the_engine.calls("encode")) <= 16
-    assert sum(on_the_engine.calls("encode")) >= 120
+    assert sum(on_the_engine.calls("encode")) >= 80
     assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 

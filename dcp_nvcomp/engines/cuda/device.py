@@ -183,7 +183,9 @@ class CudaDevice:
         self.stream_handle = int(self._own_stream.ptr)
         self._stream = torch.cuda.ExternalStream(self.stream_handle, device=self.torch_device)  # type: ignore[no-untyped-call]
         # no method of this object, which would then live until the garbage collector runs, and its memory with it
-        self.arena = Arena(partial(_reserve, self.torch_device, self._stream), torch.cuda.empty_cache)
+        self.arena = Arena(
+            partial(_reserve, self.torch_device, self._stream), partial(_return_memory, self.torch_device)
+        )
         self.nvcomp_memory.attach(self.stream_handle, self.arena)
         names = ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")
         self.kernels: Kernels = LaunchedKernels(self.torch_device, self.compile(("blocks.cu",), KERNEL_OPTIONS, names))
@@ -231,6 +233,11 @@ class CudaDevice:
 def _reserve(device: torch.device, stream: torch.cuda.Stream, nbytes: int) -> Tensor:
     with torch.cuda.device(device), torch.cuda.stream(stream):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _return_memory(device: torch.device) -> None:
+    with torch.cuda.device(device):  # on another one torch would make a context
+        torch.cuda.empty_cache()
 
 
 def _multiply(a: int, b: U32) -> U32:

@@ -277,4 +277,5 @@ def _unexpected(error: BaseException) -> None:
 
 def state_nbytes(values: Mapping[str, Any]) -> int:
     tensors = (value for value in leaves(values) if isinstance(value, torch.Tensor))
-    return sum((one.to_local() if isinstance(one, DTensor) else one).nbytes for one in tensors)
+    local = (one.to_local() if isinstance(one, DTensor) else one for one in tensors)
+    return sum(one.numel() * one.element_size() for one in local)  # `nbytes` raises for sparse ones

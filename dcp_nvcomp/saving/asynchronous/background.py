@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -64,13 +63,16 @@ class BackgroundProcess:
             raise OSError("this Python does not know its own executable")
         mine, theirs = socket.socketpair()
         try:
+            for end in (mine, theirs):
+                end.setblocking(True)  # whatever socket.setdefaulttimeout says
+            self._connection = Connection(os.dup(mine.fileno()))
             self._process = _start(theirs.fileno())
         except BaseException:
             mine.close()
             raise
         finally:
             theirs.close()
-        self._connection = Connection(mine.detach())
+        self._socket = mine  # of the same connection: what is sent, and its end, need no other descriptor
         self._lock = threading.Lock()
         self._sending = threading.Lock()  # another one: what is sent may wait for the process to read
         self._numbers = count()
@@ -172,7 +174,7 @@ class BackgroundProcess:
             try:
                 self._connection.send(message)
                 if segment is not None:
-                    send_handle(self._connection, segment.descriptor, self.pid)
+                    socket.send_fds(self._socket, [b"s"], [segment.descriptor])
             except OSError:  # it has died; or it has not, and would wait for the descriptor for ever
                 self._hang_up()
 
@@ -192,6 +194,8 @@ class BackgroundProcess:
             with self._lock:
                 self._has_died = True
                 waiting = list(self._waiting.values())
+            with self._sending:
+                self._socket.close()
             self._started.set()
             for answers in waiting:
                 answers.put(None)
@@ -216,8 +220,8 @@ class BackgroundProcess:
 
     def _hang_up(self) -> None:
         """End the connection, but for what it has said already."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as sent:
-            sent.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def retire(self) -> None:
         with self._lock:
@@ -239,6 +243,7 @@ class BackgroundProcess:
         """Forget it, in a forked child whose process it is not."""
         self._process.returncode = 0  # so that it is not waited for, and no warning says that it is still running
         self._connection.close()
+        self._socket.close()
 
 
 def _start(descriptor: int) -> subprocess.Popen[bytes]:

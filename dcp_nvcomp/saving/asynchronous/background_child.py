@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
 from typing import Final, NamedTuple
 
 from dcp_nvcomp.engines.choice import EngineChoice
@@ -107,8 +107,8 @@ Answer = Progress | Encoded | WrittenFiles | Failed | CannotRun
 
 
 class Child:
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, descriptors: socket.socket) -> None:
+        self._connection, self._descriptors = connection, descriptors
         self._sending = threading.Lock()
         self._patience: dict[int, Patience] = {}
         self._choices = RememberedChoices()
@@ -124,7 +124,8 @@ class Child:
             if patience is not None:
                 patience.hurry()
             return
-        segment = SharedSegment(message.segment_nbytes, recv_handle(self._connection))
+        _, (descriptor,), _, _ = socket.recv_fds(self._descriptors, 1, 1)
+        segment = SharedSegment(message.segment_nbytes, descriptor)
         self._patience[message.number] = Patience(message.within_seconds)
         threading.Thread(target=self._run, args=(message, segment), name="dcp-background", daemon=True).start()
 
@@ -223,8 +224,10 @@ def main(arguments: Sequence[str]) -> None:
     """Run the process, with the descriptor of its end of the socket, and its parent's process id."""
     descriptor, parent = map(int, arguments)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    connection = Connection(descriptor)
+    descriptors = socket.socket(fileno=descriptor)
+    descriptors.setblocking(True)
+    connection = Connection(os.dup(descriptor))
     with contextlib.suppress(ConnectionError):
         connection.send(Ready(own_package()))
-    Child(connection).serve()
+    Child(connection, descriptors).serve()
     os._exit(0)  # with tasks half done, if training died: they are abandoned

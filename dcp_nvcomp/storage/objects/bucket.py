@@ -233,4 +233,4 @@ class ObjectFilesystem(RemoteFilesystem):
             bucket.remove(key, self.path)
 
     def _remove(self, name: str) -> None:
-        self._bucket.remove(self._key(name), self.location(name))
+        self._bucket.call("remove", self.location(name), lambda: self._bucket.delete(self._key(name)))

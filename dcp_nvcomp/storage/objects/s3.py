@@ -333,9 +333,12 @@ class S3Filesystem(ObjectFilesystem):
         try:
             uploads += [self._name(upload["Key"]) for upload in self._bucket.uploads(self.path, self._prefix)]
         except StorageError as error:
-            if error.outcome_unknown:
+            if error.outcome_unknown or status_of(error) == 429:
                 raise  # no answer; else these credentials, or this server, can't list them
         return Below(files, uploads, {})
+
+    def _remove(self, name: str) -> None:
+        self._bucket.remove(self._key(name), self.location(name))
 
     def abort_uploads(self, uploads: Iterable[UnfinishedUpload]) -> None:
         for upload in uploads:
