@@ -135,6 +135,7 @@ def test_links_as_in_the_cache_of_huggingface_hub(tmp_path: Path, has_index: boo
     save_file({"w": torch.ones(3)}, blobs / "123")
     torch.save({"w": torch.ones(3)}, blobs / "789")
     (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    (snapshot / "loop.safetensors").symlink_to("loop.safetensors")  # hides no other link
     (tmp_path / "latest.pt").symlink_to("blobs/789")
     if has_index:
         (blobs / "456").write_text(json.dumps({"weight_map": {"w": "model.safetensors"}}))

@@ -66,6 +66,16 @@ def test_one_node_alone_has_no_copies_and_says_so(tmp_path: Path, caplog: pytest
     assert any("copies=1, but only 0 can be made" in record.getMessage() for record in caplog.records)
 
 
+def test_a_sparse_tensor_is_saved_through_the_fast_tier(tmp_path: Path) -> None:
+    with jobs.manager_of(tmp_path, copies=0, **TIERS) as manager:
+        manager.save(20, {"w": torch.eye(30).to_sparse()})
+    into = {"w": torch.zeros(30, 30).to_sparse()}
+    with jobs.manager_of(tmp_path, copies=0, **TIERS) as manager:
+        restored = manager.restore(into)
+    assert restored is not None and restored.step == 20
+    assert torch.equal(into["w"].to_dense(), torch.eye(30))
+
+
 def _restore_counted(place: Path, step: int, **options: Any) -> tuple[dict[str, Any], list[str]]:
     with jobs.durable_reads(place) as read:
         return jobs.restore(place, step, **options), read

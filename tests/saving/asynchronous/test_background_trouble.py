@@ -6,7 +6,9 @@ import contextlib
 import io
 import multiprocessing
 import os
+import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -62,6 +64,42 @@ def _wait_until(holds: Any) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("fresh")
+def test_a_default_timeout_of_sockets_is_not_the_connections(tmp_path: Path) -> None:
+    finish(begin(small_state(1), tmp_path / "a"))
+    pid = process_state().background().pid
+    socket.setdefaulttimeout(30)
+    try:
+        finish(begin(small_state(2), tmp_path / "b"))
+    finally:
+        socket.setdefaulttimeout(None)
+    assert process_state().background().pid == pid
+    assert_loads(tmp_path / "b", small_state(2))
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("fresh")
+def test_a_task_is_sent_without_a_free_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finish(begin(small_state(1), tmp_path / "a"))
+    background, send = process_state().background(), BackgroundProcess._send
+
+    def exhausted(self: BackgroundProcess, message: Any, segment: Any = None) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            send(self, message, segment)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    monkeypatch.setattr(BackgroundProcess, "_send", exhausted)
+    finish(begin(small_state(2), tmp_path / "b"))
+    assert process_state().background() is background
+    assert_loads(tmp_path / "b", small_state(2))
 
 
 @pytest.mark.ci
