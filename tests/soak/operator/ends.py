@@ -87,11 +87,16 @@ def _check_errors(scene: Scene) -> None:
         _expect(found is None, f"rank {rank} printed {found and found[0]}: see {running.where}/log-{rank}")
     taken = any(any(other.all_words("made")) for other in scene.others)
     excuses = scene.excuses | ({"taken"} if taken else set())
-    for word in running.all_words("raised"):
+    raised = list(running.all_words("raised"))
+    if any(f"step-{step}/" in word["text"] for word in raised for step in scene.destroyed):
+        excuses.add("harmed")  # ranks that did not come to it themselves raise that another one failed
+    removed = {step for word in running.all_words("event") for step in word.get("steps", ())}
+    for word in raised:
         shown = f"rank {word['rank']} raised {word['kind']}: {word['text']}\n{word['trace']}"
         _expect(word["is_ours"], f"none of our errors: {shown}")
-        is_harmed = any(f"step-{step}/" in word["text"] for step in scene.destroyed)
-        _expect(bool(excuses) or is_harmed, f"for no reason: {shown}")
+        # the newest step was completed after the first restore, and the rules keep no other
+        is_removed = word["kind"] == "CheckpointNotFoundError" and scene.plan.go_to in removed
+        _expect(bool(excuses) or is_removed, f"for no reason: {shown}")
 
 
 def _check_others(scene: Scene) -> None:
