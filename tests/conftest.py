@@ -75,7 +75,10 @@ _GROUPS = {
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector forget half a million objects that stay: it is called often, also by the tests."""
+    """Let the garbage collector forget half a million objects that stay: it is called often, also by the tests.
+
+    A test that calls `gc.unfreeze` brings them all back, for itself and those after it.
+    """
     gc.collect()
     gc.freeze()
 

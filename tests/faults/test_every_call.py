@@ -6,7 +6,6 @@ After each: the old checkpoint or the new one loads bit for bit, the error is on
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import os
 import shutil
@@ -102,11 +101,8 @@ class Trials:
 
 
 @pytest.fixture
-def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trials]:
-    trials = Trials(tmp_path, monkeypatch)
-    gc.freeze()  # the search for leaks collects garbage often
-    yield trials
-    gc.unfreeze()
+def trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trials:
+    return Trials(tmp_path, monkeypatch)
 
 
 def faults_of(name: str, count: int) -> Iterator[Fault]:

@@ -7,13 +7,12 @@ may say `recover` instead, which brings one of the two back.
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,12 +121,9 @@ def check(url: str, *, old: bool, where: str, lasting: bool = True) -> int | Non
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     # pytest's handlers would keep the errors that are logged, and with them all that their tracebacks hold
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
-    gc.freeze()  # the search for leaks collects garbage often
-    yield
-    gc.unfreeze()
 
 
 CASES = {"overwriting": (True, True), "fresh": (False, True), "not replacing": (False, False)}

@@ -588,7 +588,7 @@ def test_a_directory_that_cannot_be_synced_any_more(
     place: Location, kind_name: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It could when it was made, so this is no server that never can: what was published may not be durable."""
-    filesystem = made(place)
+    filesystem = made(place, deadline_seconds=6.0)
     filesystem.publish(".metadata", b"old")
 
     def failing(*arguments: Any) -> None:

@@ -39,7 +39,7 @@ def fits(mutation: Mutation) -> bool:
 
 
 class Copy:
-    """A copy of the project in which one protection at a time is replaced, and its bytecode kept: that is half the time."""
+    """A copy of the project in which one protection at a time is replaced. Its bytecode stays: half the time."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -64,14 +64,14 @@ class Copy:
         options = "-q -x --show-capture=no --tb=no -p no:cacheprovider"
         command = [sys.executable, "-m", "pytest", *options.split(), "-m", "", *mutation.tests.split()]
         environment = {**os.environ, "PYTHONPATH": str(self.directory), "DCP_NVCOMP_TEST_PROFILE": "all"}
-        run = subprocess.run(
-            command, cwd=self.directory, env=environment, capture_output=True, text=True, check=False
-        )
+        run = subprocess.run(command, cwd=self.directory, env=environment, capture_output=True, text=True, check=False)
         self._write(mutation.file, text)
         if run.returncode not in (0, 1):
             raise SystemExit(f"pytest could not run:\n{run.stdout}\n{run.stderr}")
         # a name without "::" is a file that could not be imported: that proves nothing
-        return re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", run.stdout, re.MULTILINE) if run.returncode else []
+        return (
+            re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", run.stdout, re.MULTILINE) if run.returncode else []
+        )
 
 
 def main() -> None:
