@@ -313,9 +313,7 @@ def run_trial(
     options: dict[str, Any] = {"no_dist": True, "thread_count": threads, **storage_options}
 
     def save_once(what: State) -> SaveStats:
-        stats = SaveStats.of(save(dict(what), path, codec=codec, **options))
-        assert stats is not None
-        return stats
+        return save(dict(what), path, codec=codec, **options)
 
     def clear() -> None:
         """Remove the checkpoint: a save that replaces one has to remove it, too."""

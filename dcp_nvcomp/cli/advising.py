@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from dcp_nvcomp.calls.tables import Column, Table, counted, left
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_nbytes, parse_seconds, parse_storage_options
-from dcp_nvcomp.cli.output import Column, Output, counted, left, readable_nbytes, readable_rate, readable_seconds, show
+from dcp_nvcomp.cli.output import Output, readable_nbytes, readable_rate, readable_seconds, show
 
 if TYPE_CHECKING:
     from dcp_nvcomp.advising.advice import Advice
@@ -133,33 +134,29 @@ def _print_bench(output: Output, found: Bench, sizes: list[int]) -> None:
         for streams, rate in by_streams.items()
     ]
     storage.append(("publish a small file", "", readable_seconds(found.storage.publish_seconds)))
-    output.table([left("storage"), Column("streams"), Column("rate")], storage)
+    output.table(Table([left("storage"), Column("streams"), Column("rate")], storage))
     output.print()
-    output.table(
-        [left("codec"), Column("ratio"), Column("encode"), Column("decode")],
-        [
-            (one.codec, f"{one.ratio:.3f}", readable_rate(one.encode_rate), readable_rate(one.decode_rate))
-            for one in found.codecs.values()
-        ],
-    )
+    codecs = [
+        (one.codec, f"{one.ratio:.3f}", readable_rate(one.encode_rate), readable_rate(one.decode_rate))
+        for one in found.codecs.values()
+    ]
+    output.table(Table([left("codec"), Column("ratio"), Column("encode"), Column("decode")], codecs))
     output.print()
     columns = [
         Column("state"), left("codec"), Column("stored", 2), Column("save"), Column("load"), left("bound by", 1),
     ]  # fmt: skip
-    output.table(
-        columns,
-        [
-            (
-                readable_nbytes(one.state_nbytes),
-                one.codec,
-                readable_nbytes(one.stored_nbytes),
-                readable_seconds(one.save_seconds),
-                readable_seconds(one.load_seconds),
-                f"{one.save_bound}, {one.load_bound}",
-            )
-            for one in (found.predict(nbytes, codec) for nbytes in sizes for codec in found.trials)
-        ],
-    )
+    predicted = [
+        (
+            readable_nbytes(one.state_nbytes),
+            one.codec,
+            readable_nbytes(one.stored_nbytes),
+            readable_seconds(one.save_seconds),
+            readable_seconds(one.load_seconds),
+            f"{one.save_bound}, {one.load_bound}",
+        )
+        for one in (found.predict(nbytes, codec) for nbytes in sizes for codec in found.trials)
+    ]
+    output.table(Table(columns, predicted))
     output.print()
     output.print(found.sentence, style="bold")
     compressed, plain = (found.predict(sizes[-1], codec).save_seconds for codec in ("auto", "none"))
@@ -190,7 +187,9 @@ def advise_command(
     is_size = what[:1].isdigit() and "/" not in what and not os.path.exists(what)
     nbytes = parse_nbytes(what, "URL_OR_SIZE") if is_size else None
     if nbytes is not None and storage is None:
-        raise typer.BadParameter("Of a size, it has to be said where to measure.", param_hint="--storage")
+        raise typer.BadParameter(
+            "Advice for a size needs a storage to measure: pass its path or URL.", param_hint="--storage"
+        )
     mtbf_seconds = None if mtbf is None else parse_seconds(mtbf, "--mtbf")
     stall_seconds = None if stall is None else parse_seconds(stall, "--stall")
     if nbytes is not None:
@@ -311,7 +310,7 @@ def _print_savings(output: Output, rows: list[Savings]) -> None:
             f"${row.storage_savings:,.0f}", f"${row.total:,.0f}",
         ))  # fmt: skip
         last = row.job
-    output.table(columns, cells)
+    output.table(Table(columns, cells))
     job = rows[0].job
     output.print()
     output.print(

@@ -64,8 +64,10 @@ def report_command(stats: Files, output: To = Path("report.html")) -> None:
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise typer.BadParameter(f"No JSON: {path}: {error}", param_hint="STATS.json") from None
+    except OSError as error:
+        raise typer.BadParameter(f"{path} can't be read: {error.strerror}", param_hint="STATS.json") from None
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{path} is not a JSON document: {error}", param_hint="STATS.json") from None
 
 
 class _Commands(TyperGroup):

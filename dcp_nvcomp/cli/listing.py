@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.filesize import decimal
 from typer import Argument, Option
 
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_storage_options
-from dcp_nvcomp.cli.output import Column, Output, counted, left, local_time, show
+from dcp_nvcomp.cli.output import Output, show
 
 if TYPE_CHECKING:
     import torch
 
-    from dcp_nvcomp.maintenance.inspection import Inspection, Item
-    from dcp_nvcomp.maintenance.run_listing import RunListing
+    from dcp_nvcomp.maintenance.inspection import Inspection
     from dcp_nvcomp.reading.checkpoint import Checkpoint
     from dcp_nvcomp.saving.stats import Totals
 
@@ -60,41 +58,7 @@ def ls_command(url: Url, option: Options = None, as_json: AsJson = False) -> Non
             step["kept"] = list(kept.get(step["step"], ()))
         typer.echo(json.dumps(document, indent=1))
     else:
-        _print_steps(Output(), found, kept)
-
-
-def _print_steps(output: Output, found: RunListing, kept: Mapping[int, tuple[str, ...]]) -> None:
-    columns = [
-        left("checkpoint"), left("saved", 2), Column("before", 5), Column("size", 1), Column("ratio", 3),
-        Column("ranks", 4), Column("keys", 6), left("state"),
-    ]  # fmt: skip
-    rows = [
-        [
-            step.name or ".",
-            local_time(step.saved_seconds),
-            "-" if step.uncompressed_nbytes is None else decimal(step.uncompressed_nbytes),
-            decimal(step.stored_nbytes),
-            "-" if step.ratio is None else f"{step.ratio:.3f}",
-            str(step.ranks),
-            "-" if step.keys is None else str(step.keys),
-            step.state,
-        ]
-        for step in found.steps
-    ]
-    if any(step.metrics for step in found.steps):
-        columns.append(left("metrics", 7))
-        for row, step in zip(rows, found.steps, strict=True):
-            row.append(", ".join(f"{name} {value:.6g}" for name, value in step.metrics.items()))
-    if kept:
-        columns.append(left("kept", 8))
-        for row, step in zip(rows, found.steps, strict=True):
-            row.append(", ".join(() if step.step is None else kept.get(step.step, ())))
-    output.table(columns, rows)
-    for step in found.steps:
-        if step.problem:
-            output.print(f"{step.name or '.'} is {step.state}: {step.problem}")
-    for path, error in found.failed.items():
-        output.print(f"{path} could not be listed: {error}")
+        Output().show(found.shown(kept))
 
 
 def inspect_command(
@@ -113,6 +77,7 @@ def inspect_command(
     from dcp_nvcomp import tools
     from dcp_nvcomp.errors import CheckpointNotFoundError, IncompleteCheckpointError
     from dcp_nvcomp.maintenance.run_listing import list_run
+    from dcp_nvcomp.saving.stats import table_of_totals
 
     storage_options = parse_storage_options(option)
     try:
@@ -126,9 +91,9 @@ def inspect_command(
             raise error from None
         output = Output()
         output.print(f"{run.path} is no checkpoint itself; these are below it:")
-        _print_steps(output, run, {})
+        output.show(run.shown())
         return
-    headline = _headline(found)
+    headline = found.headline
     if pattern is not None:
         found = found.only([item for item in found.items if fnmatchcase(item.fqn, pattern)])
 
@@ -136,62 +101,18 @@ def inspect_command(
         output.print(headline)
         if depth is not None:
             by = found.by_prefix(depth)
-            _print_totals(output, "keys", dict(_sorted(by.items(), sort, lambda pair: pair[1])))
+            output.table(table_of_totals("keys", dict(_sorted(by.items(), sort, lambda pair: pair[1]))))
         elif not summary:
-            _print_items(output, found, _sorted(found.items, sort, lambda item: item.totals))
-        for title, by in (("dtype", found.by_dtype), ("codec", found.by_codec)):
-            if by:
-                output.print()
-                _print_totals(output, title, by)
+            output.table(found.table_of(_sorted(found.items, sort, lambda item: item.totals)))
+        output.show(found.sums_shown())
 
     show(found, as_json, print_inspection)
-
-
-def _headline(found: Inspection) -> str:
-    whose = "a stock DCP checkpoint" if found.layout == "stock" else "a dcp-nvcomp checkpoint"
-    return (
-        f"{found.path} is {whose}: {decimal(found.totals.uncompressed_nbytes)} in "
-        f"{counted(len(found.files), 'data file')} of {decimal(found.file_nbytes)}, ratio {found.ratio:.3f}"
-    )
 
 
 def _sorted(rows: Iterable[T], sort: SortKey, totals: Callable[[T], Totals]) -> list[T]:
     if sort is SortKey.key:
         return list(rows)
     return sorted(rows, key=lambda row: -totals(row).encoded_nbytes if sort is SortKey.size else totals(row).ratio)
-
-
-def _print_items(output: Output, found: Inspection, items: Sequence[Item]) -> None:
-    columns = [
-        left("key"), left("dtype", 4), left("shape", 2), Column("shards", 6), left("codec", 5), Column("before", 3),
-        Column("after", 1), Column("ratio", 1),
-    ]  # fmt: skip
-    rows = [
-        (
-            item.fqn,
-            f"{item.dtype} (torch.save)" if item.kind == "torch_save" else item.dtype,
-            "" if item.shape is None else str(list(item.shape)),
-            str(item.totals.records),
-            ", ".join(item.codecs) + (" (packed)" if item.packed else ""),
-            *_sizes(item.totals),
-        )
-        for item in items
-    ]
-    totals = found.totals
-    rows.append(("total", f"{len(found.items)} keys", "", str(totals.records), "", *_sizes(totals)))
-    output.table(columns, rows)
-
-
-def _print_totals(output: Output, title: str, by: Mapping[str, Totals]) -> None:
-    output.table(
-        [left(title), Column("shards", 2), Column("before", 1), Column("after"), Column("ratio")],
-        [(name, str(totals.records), *_sizes(totals)) for name, totals in by.items()],
-    )
-
-
-def _sizes(totals: Totals) -> tuple[str, str, str]:
-    """Return the cells of the columns before, after and ratio."""
-    return decimal(totals.uncompressed_nbytes), decimal(totals.encoded_nbytes), f"{totals.ratio:.3f}"
 
 
 _MOST_JSON_VALUES = 100_000

@@ -8,8 +8,9 @@ import typer
 from rich.filesize import decimal
 from typer import Argument, Option
 
+from dcp_nvcomp.calls.tables import Column, Table, counted, left
 from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_seconds, parse_storage_options
-from dcp_nvcomp.cli.output import Column, Output, counted, left, show
+from dcp_nvcomp.cli.output import Output, show
 
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.cleaning import Cleaning, RunCleaning
@@ -101,7 +102,8 @@ def _print_run(output: Output, found: RunCleaning) -> None:
         for one in found.checkpoints
     ]
     rows += [(refusal.path, "-", "-", "-", f"refused: {refusal.error}") for refusal in found.refused]
-    output.table([left("checkpoint"), Column(done), Column("size", 1), Column("too young", 2), left("note")], rows)
+    columns = [left("checkpoint"), Column(done), Column("size", 1), Column("too young", 2), left("note")]
+    output.table(Table(columns, rows))
     count = counted(sum(len(one.orphans) for one in found.checkpoints), "orphan")
     output.print(f"{found.path}: {done} {count}, {decimal(found.nbytes)}.")
 
@@ -157,8 +159,10 @@ def _print_pruning(output: Output, found: Pruning) -> None:
     rows += [(step, "", "kept", ", ".join(reasons)) for step, reasons in found.kept.items()]
     rows += [(step, "", "could not be removed", error) for step, error in found.failed.items()]
     columns = [Column("step"), Column("size", 1), left(""), left("why")]
-    output.table(columns, [(str(step), *others) for step, *others in sorted(rows)])
-    output.print(f"{found.path}: {len(found.removed)} steps {done}, {decimal(found.nbytes)}; {len(found.kept)} kept.")
+    output.table(Table(columns, [(str(step), *others) for step, *others in sorted(rows)]))
+    output.print(
+        f"{found.path}: {counted(len(found.removed), 'step')} {done}, {decimal(found.nbytes)}; {len(found.kept)} kept."
+    )
 
 
 def pin_command(

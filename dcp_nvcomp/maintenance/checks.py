@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from dcp_nvcomp.calls.tables import Shown, counted
 from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.tensors import dtype_name
@@ -25,6 +27,7 @@ from dcp_nvcomp.format.metadata.ranks import check_cover
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, StoredAt, described, matches
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, MAX_BLOCK_NBYTES, Record
 from dcp_nvcomp.loading.read_plan import coalesce
+from dcp_nvcomp.maintenance.inspection import LAYOUT_STOCK
 from dcp_nvcomp.maintenance.opening import as_json, document
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
@@ -46,6 +49,14 @@ class Finding:
     fqns: tuple[str, ...] = ()
     byte_range: tuple[int, int] | None = None  # half-open range of bytes in the file, if known
 
+    def __str__(self) -> str:
+        where = [self.file] if self.file else []
+        if self.byte_range is not None:
+            where.append(f"bytes {self.byte_range[0]} to {self.byte_range[1]}")
+        if self.fqns:
+            where.append(f"key{'' if len(self.fqns) == 1 else 's'} " + ", ".join(map(repr, self.fqns)))
+        return f"{self.severity.upper()} {', '.join(where)}: {self.what}"
+
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values."""
         values: dict[str, Any] = as_json(self)
@@ -58,7 +69,7 @@ def finding_of(error: CheckpointError, file: str | None, fqns: tuple[str, ...] =
 
 
 @dataclass(frozen=True)
-class Verification:
+class Verification(Shown):
     """Result of `verify`.
 
     Attributes:
@@ -92,6 +103,21 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go."""
         return document(self, "checkpoint", sound=self.is_sound)
+
+    def shown(self) -> Iterator[str]:
+        """Return what it prints: what is wrong, and how much was checked."""
+        yield from map(str, self.findings)
+        is_stock = self.layout == LAYOUT_STOCK
+        checked = f"{counted(self.blocks, 'item' if is_stock else 'block')}, {decimal(self.nbytes)} in "
+        checked += f"{counted(self.files, 'data file')} checked"
+        yield f"{self.path} is {'sound' if self.is_sound else 'DAMAGED'}: {checked}."
+        if is_stock:
+            yield "Stock DCP stores no checksums of its own, so some corruption can't be found."
+        if self.undecoded_blocks:
+            yield (
+                f"{self.undecoded_blocks} of the blocks were not decoded, as that takes a GPU (codec ans); their "
+                "stored bytes were checked."
+            )
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.filesize import decimal
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from dcp_nvcomp.calls.tables import Column, Shown, Table, counted, left
 from dcp_nvcomp.engines.tensors import dtype_name
 from dcp_nvcomp.errors import FileMismatchError, MetadataError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
@@ -23,7 +25,7 @@ from dcp_nvcomp.format.metadata.shards import ShardIndex, StockItem, StoredAt
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.maintenance.opening import as_json, checked_storage_options, natural_order, opened
-from dcp_nvcomp.saving.stats import Totals
+from dcp_nvcomp.saving.stats import Totals, table_of_totals
 from dcp_nvcomp.storage.base import Filesystem
 
 LAYOUT_OURS = "dcp_nvcomp"
@@ -53,7 +55,7 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(Shown):
     """Result of `inspect`.
 
     Attributes:
@@ -99,6 +101,49 @@ class Inspection:
         by_dtype = _sums((item.dtype, item.totals) for item in items)
         by_codec = _sums((", ".join(item.codecs), item.totals) for item in items)
         return replace(self, items=tuple(items), by_dtype=by_dtype, by_codec=by_codec)
+
+    @property
+    def headline(self) -> str:
+        """What it is, and its sizes, in a line."""
+        whose = "a stock DCP checkpoint" if self.layout == LAYOUT_STOCK else "a dcp-nvcomp checkpoint"
+        return (
+            f"{self.path} is {whose}: {decimal(self.totals.uncompressed_nbytes)} in "
+            f"{counted(len(self.files), 'data file')} of {decimal(self.file_nbytes)}, ratio {self.ratio:.3f}"
+        )
+
+    def shown(self) -> Iterator[str | Table]:
+        """Return what it prints: the headline, the keys, and sums by dtype and codec."""
+        yield self.headline
+        yield self.table_of(self.items)
+        yield from self.sums_shown()
+
+    def sums_shown(self) -> Iterator[str | Table]:
+        """Return the tables of sums by dtype and codec."""
+        for title, by in (("dtype", self.by_dtype), ("codec", self.by_codec)):
+            if by:
+                yield ""
+                yield table_of_totals(title, by)
+
+    def table_of(self, items: Iterable[Item]) -> Table:
+        """Return a table of some of the items, in their order, with the sums of all."""
+        columns = [
+            left("key"), left("dtype", 4), left("shape", 2), Column("shards", 6), left("codec", 5), Column("before", 3),
+            Column("after", 1), Column("ratio", 1),
+        ]  # fmt: skip
+        rows = [
+            (
+                item.fqn,
+                f"{item.dtype} (torch.save)" if item.kind == "torch_save" else item.dtype,
+                "" if item.shape is None else str(list(item.shape)),
+                str(item.totals.records),
+                ", ".join(item.codecs) + (" (packed)" if item.packed else ""),
+                *item.totals.cells(),
+            )
+            for item in items
+        ]
+        totals = self.totals
+        rows.append(("total", f"{len(self.items)} keys", "", str(totals.records), "", *totals.cells()))
+        return Table(columns, rows)
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values. Keys are only ever added to this document; `schema` changes if one must go."""

@@ -12,10 +12,13 @@ removes what a recovery needs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.filesize import decimal
+
+from dcp_nvcomp.calls.tables import Column, Shown, Table, left, local_time
 from dcp_nvcomp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -63,7 +66,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class Recovery(Shown):
     """Result of `recover`.
 
     Attributes:
@@ -84,6 +87,27 @@ class Recovery:
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
         return document(self, "checkpoint")
+
+    def shown(self) -> Iterator[str | Table]:
+        """Return what it prints: what was done, or the saves of which one must be named."""
+        yield self.reason
+        if self.outcome == RECOVERED:
+            what = f"save {self.save_id}" if self.save_id is not None else "the checkpoint of stock DCP"
+            yield f"Published {what} as .metadata again."
+        elif self.candidates:
+            rows = [
+                (
+                    one.save_id,
+                    local_time(one.modified_seconds),
+                    str(one.keys),
+                    decimal(one.nbytes),
+                    "; ".join(one.problems) or "complete",
+                )
+                for one in self.candidates
+            ]
+            yield Table(
+                [left("save id"), Column("written", 2), Column("keys", 3), Column("size", 1), left("state")], rows
+            )
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,14 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Final
 
+from rich.filesize import decimal
+
+from dcp_nvcomp.calls.tables import Column, Shown, Table, left, local_time
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank, own_file, own_upload, rank_of_metadata_name
@@ -41,7 +45,7 @@ class Step:
     name: str  # its path below the run; empty for a checkpoint at the run's own path
     step: int | None  # the step that a run saved it for; else the number at the end of its name, None if there is none
     state: str
-    saved_seconds: float | None
+    saved_seconds: float | None  # by the clock of the storage; a copy is younger than what it was made of
     stored_nbytes: int  # size of its data files
     ranks: int  # how many ranks wrote it; by the names of the files if there is no summary
     # of the state in memory; this and the next two are None if the checkpoint has no summary, as stock DCP's
@@ -53,6 +57,7 @@ class Step:
     problem: str = ""  # why it is damaged or misnamed; empty if it is not
     # how long the run had been under way, without breaks; None if the step does not say
     run_seconds: float | None = None
+    committed_seconds: float | None = None  # by the clock of the rank that published it; None without a summary
     lease: int = 0  # which of the run's managers saved it, counted by their leases; 0 if the step does not say
 
     @property
@@ -69,7 +74,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class RunListing:
+class RunListing(Shown):
     """Result of `list_run`.
 
     Attributes:
@@ -85,6 +90,40 @@ class RunListing:
     def to_json(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
         return {**document(self, "run"), "steps": [step.to_json() for step in self.steps]}
+
+    def shown(self, kept: Mapping[int, Iterable[str]] = MappingProxyType({})) -> Iterator[str | Table]:
+        """Return what it prints; with `kept`, why each step is kept."""
+        columns = [
+            left("checkpoint"), left("saved", 2), Column("before", 5), Column("size", 1), Column("ratio", 3),
+            Column("ranks", 4), Column("keys", 6), left("state"),
+        ]  # fmt: skip
+        rows = [
+            [
+                step.name or ".",
+                local_time(step.saved_seconds if step.committed_seconds is None else step.committed_seconds),
+                "-" if step.uncompressed_nbytes is None else decimal(step.uncompressed_nbytes),
+                decimal(step.stored_nbytes),
+                "-" if step.ratio is None else f"{step.ratio:.3f}",
+                str(step.ranks),
+                "-" if step.keys is None else str(step.keys),
+                step.state,
+            ]
+            for step in self.steps
+        ]
+        if any(step.metrics for step in self.steps):
+            columns.append(left("metrics", 7))
+            for row, step in zip(rows, self.steps, strict=True):
+                row.append(", ".join(f"{name} {value:.6g}" for name, value in step.metrics.items()))
+        if kept:
+            columns.append(left("kept", 8))
+            for row, step in zip(rows, self.steps, strict=True):
+                row.append(", ".join(() if step.step is None else kept.get(step.step, ())))
+        yield Table(columns, rows)
+        for step in self.steps:
+            if step.problem:
+                yield f"{step.name or '.'} is {step.state}: {step.problem}"
+        for path, error in self.failed.items():
+            yield f"{path} could not be listed: {error}"
 
 
 def list_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> RunListing:
@@ -205,4 +244,5 @@ class _Look:
         if summary is None:
             return found
         known = {name: getattr(summary, name) for name in _IN_SUMMARY}
-        return replace(found, **known, replica_id=str(summary.more.get(REPLICA, "")))
+        replica_id, committed = str(summary.more.get(REPLICA, "")), summary.saved_seconds
+        return replace(found, **known, replica_id=replica_id, committed_seconds=committed)

@@ -17,6 +17,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_nvcomp.calls.suggestions import missing_key
+from dcp_nvcomp.calls.tables import Shown, Table, counted, left
+from dcp_nvcomp.engines.tensors import dtype_name
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError, MissingKeyError
 from dcp_nvcomp.format.blocks import Box
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
@@ -69,7 +71,7 @@ def open_checkpoint(
     return Checkpoint(path, framework=framework, device=device, **reader_options)
 
 
-class Checkpoint(Mapping[str, Any]):
+class Checkpoint(Shown, Mapping[str, Any]):
     """A checkpoint opened for reading: a mapping from keys to stored tensors and Python objects.
 
     Made by `open_checkpoint`. It can be pickled and used after a fork, and is closed at the end of a `with` statement.
@@ -112,6 +114,17 @@ class Checkpoint(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r}: {len(self)} keys>"
+
+    def shown(self) -> Iterator[str | Table]:
+        """Return what it prints: its keys, with the dtypes and shapes of tensors."""
+        yield f"{self.path}: {counted(len(self), 'key')}"
+        rows = [
+            (key, dtype_name(item.properties.dtype), str(list(item.size)))
+            if isinstance(item, TensorStorageMetadata)
+            else (key, "object", "")
+            for key, item in self._metadata.state_dict_metadata.items()
+        ]
+        yield Table([left("key"), left("dtype"), left("shape")], rows)
 
     def __getitem__(self, key: str) -> Any:
         """Return a tensor, of which nothing is read yet, or a Python object.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dcp_nvcomp.calls.tables import Shown, Table, counted, left
 from dcp_nvcomp.calls.values import Path
 from dcp_nvcomp.engines.tensors import dtype_name, without_lazy_bits
 from dcp_nvcomp.errors import UnsafeObjectError
@@ -35,19 +36,21 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """Result of `compare`.
 
     Attributes:
         a: the first checkpoint.
         b: the second one.
         equal: how many keys are equal.
+        values: whether values were compared too, not only shapes and dtypes.
         differences: of the others, in the order of the first checkpoint's keys.
     """
 
     a: str
     b: str
     equal: int
+    values: bool
     differences: tuple[Difference, ...]
 
     @property
@@ -62,6 +65,16 @@ class Comparison:
             for one in self.differences
         ]
         return {"schema": 1, "a": self.a, "b": self.b, "equal": self.equal, "differences": differences}
+
+    def shown(self) -> Iterator[str | Table]:
+        """Return what it prints: the keys that differ, and how many are equal."""
+        if self.differences:
+            rows = [(one.fqn, one.kind, one.what) for one in self.differences]
+            yield Table([left("key"), left("differs"), left("how", 1)], rows)
+        differ = f", {len(self.differences)} differ" if self.differences else ""
+        compared = "values" if self.values else "shapes and dtypes"
+        are, their = ("is", "its") if self.equal == 1 else ("are", "their")
+        yield f"{counted(self.equal, 'key')} {are} equal in {their} {compared}{differ}."
 
 
 def _json_number(value: float) -> float | str:
@@ -97,7 +110,7 @@ def compare(
             same = [fqn for fqn, difference in found.items() if difference is None]
             found.update(_differing_values(same, first, second, progress))
         differences = tuple(difference for difference in found.values() if difference is not None)
-        return Comparison(first.path, second.path, len(found) - len(differences), differences)
+        return Comparison(first.path, second.path, len(found) - len(differences), values, differences)
 
 
 def _described_difference(fqn: str, first: Checkpoint, second: Checkpoint) -> Difference | None:

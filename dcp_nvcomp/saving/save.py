@@ -38,6 +38,7 @@ from dcp_nvcomp.saving.plans.differences import OnDifference
 from dcp_nvcomp.saving.plans.kept_plans import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.process_state import process_state
+from dcp_nvcomp.saving.stats import SaveStats
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.open import real_place
 from dcp_nvcomp.storage.processes import is_known_elsewhere
@@ -53,7 +54,7 @@ def save(
     no_dist: bool = False,
     on_difference: OnDifference = "warn",
     **writer_options: Any,
-) -> Metadata:
+) -> SaveStats:
     """Save a state dict, compressed. All ranks of the process group have to call this.
 
     The checkpoint is that of `dcp.save` with an `NvcompWriter`. What differs: the plan is kept for later saves of
@@ -73,8 +74,7 @@ def save(
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:
-        DCP's metadata; `SaveStats.of` has sizes and times of it. Where the plan is kept, it describes the tensors
-        on the coordinator only.
+        Sizes and times; the same on all ranks. (`dcp.save` returns DCP's metadata.)
 
     Raises:
         ConfigurationError: the arguments contradict each other, or the ranks' values do and `on_difference="error"`;
@@ -87,9 +87,9 @@ def save(
     Examples:
         >>> import tempfile, torch, dcp_nvcomp
         >>> path, state = tempfile.mkdtemp(), {"w": torch.arange(4.0)}
-        >>> metadata = dcp_nvcomp.save(state, path, no_dist=True)
-        >>> sorted(metadata.state_dict_metadata)
-        ['w']
+        >>> stats = dcp_nvcomp.save(state, path, no_dist=True)
+        >>> stats.uncompressed_nbytes
+        16
     """
     check_choice("on_difference", on_difference, OnDifference)
     known = option_names(NvcompWriter)
@@ -101,7 +101,9 @@ def save(
     keeping.agree(values, group, call_for("save", writer, checkpoint_id, planner, on_difference))
     metadata = run_save(values, checkpoint_id, writer, keeping, group)
     keeping.comparison.warn(stacklevel=2)
-    return metadata
+    stats = SaveStats.of(metadata)
+    assert stats is not None
+    return stats
 
 
 _PLANNING = ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.filesize import decimal
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_nvcomp.calls.tables import Column, Shown, Table, left
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.version import VERSION
 
@@ -37,6 +39,10 @@ class Totals:
     def ratio(self) -> float:
         """`uncompressed_nbytes` over `encoded_nbytes`; 1.0 if nothing was saved."""
         return self.uncompressed_nbytes / self.encoded_nbytes if self.encoded_nbytes else 1.0
+
+    def cells(self) -> tuple[str, str, str]:
+        """Return both sizes and the ratio as a table shows them."""
+        return decimal(self.uncompressed_nbytes), decimal(self.encoded_nbytes), f"{self.ratio:.3f}"
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(
@@ -94,8 +100,8 @@ class RankStats:
     stall_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class SaveStats:
+@dataclass(frozen=True, repr=False)
+class SaveStats(Shown):
     """Statistics of one save. They cover all ranks on the coordinator, and only the local rank elsewhere.
 
     Attributes:
@@ -214,19 +220,26 @@ class SaveStats:
             VERSION,
         )
 
+    def __repr__(self) -> str:
+        return f"<SaveStats: {self}>"
+
+    def shown(self) -> Iterator[str | Table]:
+        """Return what a notebook displays: the line that `print` writes, and the sums by codec."""
+        yield str(self)
+        yield table_of_totals("codec", self.by_codec)
+
     def __str__(self) -> str:
         stages = ", ".join(f"{stage} {self.seconds.get(stage, 0.0):.2f} s" for stage in STAGES)
         return (
-            f"saved {_readable(self.uncompressed_nbytes)} as {_readable(self.stored_nbytes)} "
+            f"saved {decimal(self.uncompressed_nbytes)} as {decimal(self.stored_nbytes)} "
             f"(ratio {self.ratio:.3f}) in {self.total_seconds:.2f} s ({stages}) to {self.checkpoint_id}"
         )
 
 
-def _readable(nbytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.2f} {unit}"
-    return f"{nbytes} bytes"
+def table_of_totals(title: str, by: Mapping[str, Totals]) -> Table:
+    """Return a table of sums by name."""
+    columns = [left(title), Column("shards", 2), Column("before", 1), Column("after"), Column("ratio")]
+    return Table(columns, [(name, str(totals.records), *totals.cells()) for name, totals in by.items()])
 
 
 def summarize(checkpoint_id: str, save_id: str, ranks: Sequence[RankTotals], total_seconds: float) -> SaveStats:

@@ -43,7 +43,7 @@ def test_ls_shows_metrics_and_why_a_step_is_kept(managed: Path) -> None:
 def test_prune_says_what_would_go_and_then_removes_it(managed: Path) -> None:
     arguments = ("prune", managed, "--keep-last", 1, "--keep-best", "loss:min:2", "--milestone", 50)
     code, out, _ = command(*arguments, "--dry-run")
-    assert code == 0 and "1 steps would go" in out
+    assert code == 0 and "1 step would go" in out
     assert steps(managed) == [20, 30, 40, 50, 60]
     code, out, _ = command(*arguments, "--json")
     document = json.loads(out)

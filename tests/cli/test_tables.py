@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from dcp_nvcomp import save
-from dcp_nvcomp.cli.output import Column, left, local_time, table_lines
+from dcp_nvcomp.calls.tables import Column, Table, left, local_time
 from tests.cli.checkpoints import run
 
 COLUMNS = (left("key"), left("dtype", drop=2), Column("size", drop=1), Column("ratio"))
 
 
 def lines(width: int, *keys: str) -> tuple[list[str], list[str]]:
-    return table_lines(COLUMNS, [(key, "bfloat16", "12.3 MB", "1.500") for key in keys], width)
+    return Table(COLUMNS, [(key, "bfloat16", "12.3 MB", "1.500") for key in keys]).lines(width)
 
 
 def test_all_columns_where_there_is_room() -> None:
