@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.measuring import Spread, paired
 from benchmarks.plots import COLORS
 
-__all__ = ["draw_headline", "headline_machine", "headline_table", "headline_worst"]
+__all__ = ["draw_headline", "headline_gains", "headline_machine", "headline_table", "headline_worst"]
 
 # As the results name them, and as people do.
 WRITERS = {"dcp": "stock DCP", "dcp+zstd": "stock DCP + zstd", "dcp_nvcomp": "dcp_nvcomp"}
@@ -89,6 +89,18 @@ def headline_table(results: Path) -> str:
         lines.append([f"{figure.what}, {figure.unit}", *(figure.text(writer) for writer in WRITERS), figure.gain()])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"Saves and loads of {sizes.pop()}, {THREADS} threads.\n\n{table}"
+
+
+def headline_gains(results: Path) -> str:
+    """Return three gains, as a list."""
+    found = {figure.what: figure.gain() for figure in figures(results)}
+    link = "over a link of 500 MB/s"
+    lines = (
+        f"**{found['stored']}** than stock DCP",
+        f"**{found['save, 500 MB/s link']}** to save {link}",
+        f"**{found['load, S3 server']}** to load from an S3 server",
+    )
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def headline_machine(results: Path) -> str:

@@ -7,7 +7,7 @@ A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins
 of the suite's targets; of a suite without results they say so. `<!-- gpu section -->` is all that is known of GPUs,
 from results/gpu-acceptance.json, and `<!-- gpu summary -->` a sentence on it; see gpu_pages.py. `<!-- gpu traffic -->`
 is counted, see gpu_traffic.py. `<!-- summary performance -->` is what the suites found, see summary.py. `<!-- headline
-table -->`, `worst` and `machine` are what is on the first pages, and docs/images/headline.png is drawn anew; see
+gains -->`, `table`, `worst` and `machine` are what is on the first pages, and docs/images/headline.png is drawn anew; see
 headline.py.
 tests/benchmarks/test_pages.py checks that the documents are up to date.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.gpu_pages import gpu_section, gpu_summary
 from benchmarks.gpu_traffic import gpu_traffic
-from benchmarks.headline import draw_headline, headline_machine, headline_table, headline_worst
+from benchmarks.headline import draw_headline, headline_gains, headline_machine, headline_table, headline_worst
 from benchmarks.measuring import Spread
 from benchmarks.plots import draw, plots_of
 from benchmarks.results import Table
@@ -38,7 +38,12 @@ DOCUMENTS = (
     *sorted((ROOT / "docs" / "performance").glob("*.md")),  # demo.md is filled by examples/demo_report.py
 )
 PICTURE = ROOT / "docs" / "images" / "headline.png"
-_HEADLINES = {"table": headline_table, "worst": headline_worst, "machine": headline_machine}
+_HEADLINES = {
+    "gains": headline_gains,
+    "table": headline_table,
+    "worst": headline_worst,
+    "machine": headline_machine,
+}
 _PLACE = re.compile(
     r"<!-- (results|machine|targets|gpu|headline|summary) (\S+)([^\n]*?) -->\n.*?<!-- end -->", re.DOTALL
 )

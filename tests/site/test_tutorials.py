@@ -1,4 +1,4 @@
-"""A tutorial's programs are saved as their titles say; its commands run one after the other and print what it says.
+"""Programs of the first page and of tutorials are saved as their titles say; commands print what their page says.
 
 `...` in a page stands for any text, as in doctest; runs of spaces are one.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
+PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 _BLOCK = re.compile(r'^```(python title="(?P<file>[^"]+)"|console)\n(?P<text>.*?)^```', re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_tutorial_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_a_page_prints_what_it_says(page: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
     for block in _BLOCK.finditer(page.read_text()):
