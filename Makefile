@@ -81,7 +81,7 @@ $(VENV)-frameworks/stamp: Makefile setup.cfg
 # Exactly the lowest versions that setup.cfg allows. Of them typer uses what click is about to drop, and matplotlib what
 # pyparsing is.
 LOWEST_EXTRAS := azure,gcs,plot,s3,sftp,smb
-LOWEST_TOOLS := aiobotocore[boto3] gcp-storage-emulator hypothesis moto[s3,server] 'pyparsing<3.3' pytest pytest-timeout pytest-xdist safetensors setuptools
+LOWEST_TOOLS := aiobotocore[boto3] azure-storage-blob gcp-storage-emulator hypothesis moto[s3,server] 'pyparsing<3.3' pytest pytest-timeout pytest-xdist safetensors setuptools
 LOWEST_TESTS := tests/format tests/loading tests/reading tests/cli tests/saving/test_files.py tests/saving/test_sizes.py \
     tests/advising/test_savings.py $(addprefix tests/storage/test_,open.py every_filesystem.py local.py plain.py objects.py file_servers.py)
 

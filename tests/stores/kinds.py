@@ -68,8 +68,8 @@ class S3(Reachable):
     def remove(self, url: str) -> None:
         bucket = url.split("/")[2]
         self.client.clear_multipart_uploads(bucket)
-        for found in self.client.find(bucket):
-            self.client.rm_file(found)
+        for found in self.client.call_s3("list_objects_v2", Bucket=bucket).get("Contents", ()):
+            self.client.call_s3("delete_object", Bucket=bucket, Key=found["Key"])  # also the markers of folders
         self.client.rmdir(bucket)
 
     def put(self, url: str, data: bytes) -> None:
