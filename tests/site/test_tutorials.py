@@ -21,17 +21,29 @@ _BLOCK = re.compile(r'^```(python title="(?P<file>[^"]+)"|console)\n(?P<text>.*?
 
 @pytest.mark.ci
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_a_page_prints_what_it_says(page: Path, tmp_path: Path, s3_store: tuple[str, dict[str, str]]) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
+    url, options = s3_store
+    for variable, option in (
+        ("ENDPOINT_URL", "endpoint_url"),
+        ("ACCESS_KEY_ID", "key"),
+        ("SECRET_ACCESS_KEY", "secret"),
+    ):
+        environment[f"AWS_{variable}"] = options[option]
+
+    def at(text: str) -> str:
+        """What a reader's own bucket is called here."""
+        return text.replace("s3://bucket", url.rpartition("/")[0])
+
     for block in _BLOCK.finditer(page.read_text()):
         if block["file"]:
-            (tmp_path / block["file"]).write_text(block["text"])
+            (tmp_path / block["file"]).write_text(at(block["text"]))
             continue
         for command, printed in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block["text"], re.MULTILINE):
             ran = subprocess.run(
-                command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+                at(command), shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
             )
             flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-            fits = doctest.OutputChecker().check_output(printed, ran.stdout, flags)
+            fits = doctest.OutputChecker().check_output(at(printed), ran.stdout, flags)
             assert fits, f"{page.name}: {command}\n{ran.stdout}\n{ran.stderr}"

@@ -68,8 +68,9 @@ class S3(Reachable):
     def remove(self, url: str) -> None:
         bucket = url.split("/")[2]
         self.client.clear_multipart_uploads(bucket)
-        for found in self.client.call_s3("list_objects_v2", Bucket=bucket).get("Contents", ()):
-            self.client.call_s3("delete_object", Bucket=bucket, Key=found["Key"])  # also the markers of folders
+        while found := self.client.call_s3("list_objects_v2", Bucket=bucket).get("Contents"):
+            for one in found:
+                self.client.call_s3("delete_object", Bucket=bucket, Key=one["Key"])  # also the markers of folders
         self.client.rmdir(bucket)
 
     def put(self, url: str, data: bytes) -> None:
