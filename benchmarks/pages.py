@@ -7,8 +7,8 @@ A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins
 of the suite's targets; of a suite without results they say so. `<!-- gpu section -->` is all that is known of GPUs,
 from results/gpu-acceptance.json, and `<!-- gpu summary -->` a sentence on it; see gpu_pages.py. `<!-- gpu traffic -->`
 is counted, see gpu_traffic.py. `<!-- summary performance -->` is what the suites found, see summary.py. `<!-- headline
-gains -->`, `table`, `worst` and `machine` are what is on the first pages, and docs/images/headline.png is drawn anew; see
-headline.py.
+gains -->`, `table`, `worst` and `machine` are what is on the first pages, and docs/images/headline.png is drawn anew;
+see headline.py.
 tests/benchmarks/test_pages.py checks that the documents are up to date.
 """
 
