@@ -260,7 +260,7 @@ LOWEST: Final = {
     "gcsfs": "2024.3.1",
     "obstore": "0.11.1",
     "asyncssh": "2.18",
-    "smbprotocol": "1.12",
+    "smbprotocol": "1.13",
 }
 
 

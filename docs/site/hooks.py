@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGES: Final = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "SECURITY.md": "security.md"}
 _DOCUMENTS: Final = {page: document for document, page in PAGES.items() if page != "index.md"}
-_LONG: Final = ("changelog.md", "performance", "reliability.md")
+_LONG: Final = ("changelog.md", "performance", "reliability")
 _LINK: Final = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]+)(#[^)\s]*)?( \"[^\"]*\")?\)")
 
 

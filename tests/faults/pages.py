@@ -1,4 +1,4 @@
-"""Puts what the fault matrix measured into docs/reliability.md: `python -m tests.faults.pages`.
+"""Puts what the fault matrix measured into docs/reliability.md and docs/reliability/: `python -m tests.faults.pages`.
 
 A place is `<!-- name -->` ... `<!-- end -->`; the table of promises is tests/stores/promises.py, and the others have a
 file of results in the repository, and how to make it anew:
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from tests.stores import promises
 from . import damage, kill_matrix
 
 TESTS = Path(__file__).resolve().parents[1]
-PAGE = TESTS.parent / "docs" / "reliability.md"
+DOCS = TESTS.parent / "docs"
+PICTURE = DOCS / "images" / "killed.png"
 
 
 def _read(name: str) -> Any:
@@ -74,6 +76,37 @@ def _operator_soak() -> str:
     return "\n".join(lines)
 
 
+def _tried() -> str:
+    """What all of it came to."""
+    saves, runs = _read("faults/kill_matrix.json")["cases"], _read("runs/kills/kill_matrix.json")["cases"]
+    bits, fuzz = _read("faults/damage.json")["counts"], _read("faults/fuzz/results.json")
+    soaks = [_read(f"soak/results/{name}.json") for name in ("disk", "s3")]
+    jobs = _read("soak/results/operator.json")
+    killed = {writer: Counter(row["left"] for row in saves if row["writer"] == writer) for writer in ("ours", "stock")}
+    bad = {writer: sum(counts[word] for word in _BAD) for writer, counts in killed.items()}
+    silent = sum(count for key, count in bits.items() if not key.endswith(("Error", f"|{damage.EXACT}")))
+    rows = [
+        ("a rank killed in a save, at each stage", f"{killed['ours'].total()} kills", bad["ours"]),
+        ("the same with stock DCP", f"{killed['stock'].total()} kills", bad["stock"]),
+        ("a rank or a node killed in a training run", f"{len(runs)} kills", sum(bool(row["wrong"]) for row in runs)),
+        ("a bit flipped, each bit of each file", f"{sum(bits.values()):,} loads", silent),
+        ("inputs made by a fuzzer", f"{fuzz['executions']:,} inputs", fuzz["findings"]),
+        (
+            "random saves, loads, kills and damage",
+            f"{sum(one['steps'] for one in soaks):,} steps",
+            sum("lie" in one for one in soaks),
+        ),
+        (
+            "operators, full disks and wrong clocks",
+            f"{sum(one['incarnations'] for one in jobs)} jobs",
+            sum(one["findings"] for one in jobs),
+        ),
+    ]
+    lines = ["| what was done | how often | wrong, mixed or lost |", "| --- | ---: | ---: |"]
+    return "\n".join([*lines, *(f"| {what} | {often} | {found} |" for what, often, found in rows)])
+
+
+_BAD = ("mixed", "lost", "wrong")
 _OPERATOR_KINDS = (
     ("killed", "stopped", "struck", "told"),
     ("durable full", "durable read-only", "fast ", "node lost"),
@@ -81,20 +114,23 @@ _OPERATOR_KINDS = (
     ("another", "ls", "pin", "prune", "verify"),
 )
 SAVING = ("save", "killed_save", "failing_save", "two_writers", "reader_during_save", "clean_during_save")
-PLACES: dict[str, Callable[[], str]] = {
-    "promises": promises.table,
-    "kill matrix": lambda: kill_matrix.table(_read("faults/kill_matrix.json")),
-    "run kill matrix": lambda: run_kills.table(_read("runs/kills/kill_matrix.json")),
-    "damage": lambda: damage.table(_read("faults/damage.json")["counts"]),
-    "fuzz": _fuzz,
-    "soak": _soak,
-    "operator soak": _operator_soak,
+PLACES: dict[str, dict[str, Callable[[], str]]] = {
+    "reliability.md": {"promises": promises.table, "tried": _tried},
+    "reliability/faults.md": {
+        "kill matrix": lambda: kill_matrix.table(_read("faults/kill_matrix.json")),
+        "run kill matrix": lambda: run_kills.table(_read("runs/kills/kill_matrix.json")),
+        "damage": lambda: damage.table(_read("faults/damage.json")["counts"]),
+        "fuzz": _fuzz,
+        "soak": _soak,
+        "operator soak": _operator_soak,
+    },
 }
 
 
-def filled(text: str) -> str:
-    """The page with all places filled."""
-    for name, make in PLACES.items():
+def filled(page: str) -> str:
+    """A page with all its places filled."""
+    text = (DOCS / page).read_text()
+    for name, make in PLACES[page].items():
         place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         assert place.search(text), name
         content = make()
@@ -102,5 +138,38 @@ def filled(text: str) -> str:
     return text
 
 
+def draw_killed(path: Path) -> None:
+    """Draw what is left when a rank is killed in a save that overwrites, of ours and of stock DCP's."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    cases = [row for row in _read("faults/kill_matrix.json")["cases"] if row["path"] == "overwrite"]
+    picture, axes = plt.subplots(figsize=(8, 2.4), layout="constrained")
+    for writer, name in (("stock", "stock DCP"), ("ours", "dcp_nvcomp")):
+        counts = Counter(row["left"] for row in cases if row["writer"] == writer)
+        start = 0.0
+        for left, color in _COLORS.items():
+            percent = 100 * counts[left] / counts.total()
+            bar = axes.barh(name, percent, left=start, color=color, label=left if writer == "stock" else None)
+            if percent:
+                axes.bar_label(bar, [f"{counts[left]}"], label_type="center", fontsize=14)
+            start += percent
+    axes.set_xlabel("percent of kills, each at another stage of a save", fontsize=13)
+    axes.tick_params(axis="x", labelsize=12)
+    axes.tick_params(axis="y", labelsize=14, length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    picture.legend(
+        ["the old checkpoint", "the new one", "a mixture", "none"], loc="outside upper center", ncols=4, fontsize=12
+    )
+    picture.savefig(path, dpi=120, metadata={"Description": _tried()})
+    plt.close(picture)
+
+
+_COLORS = {"old": "#b8bec6", "new": "#2e9e5b", "mixed": "#e0b23c", "lost": "#c2514e"}
+
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    for page in PLACES:
+        (DOCS / page).write_text(filled(page))
+    draw_killed(PICTURE)

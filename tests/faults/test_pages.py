@@ -1,15 +1,24 @@
-"""docs/reliability.md says what was measured."""
+"""docs/reliability.md and its page of faults say what was measured."""
 
 from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.faults import pages
 
 
-def test_page_is_up_to_date() -> None:
-    text = pages.PAGE.read_text()
-    assert pages.filled(text) == text, "run python -m tests.faults.pages"
+@pytest.mark.parametrize("page", pages.PLACES)
+def test_page_is_up_to_date(page: str) -> None:
+    assert pages.filled(page) == (pages.DOCS / page).read_text(), "run python -m tests.faults.pages"
+
+
+def test_the_picture_is_of_what_was_measured() -> None:
+    from PIL import Image
+
+    with Image.open(pages.PICTURE) as picture:
+        assert f"<!-- tried -->\n{picture.text['Description']}\n" in (pages.DOCS / "reliability.md").read_text()
 
 
 def test_results_are_of_whole_runs() -> None:

@@ -114,7 +114,7 @@ class SmbConnection(Connection):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="smb")
         self._login = {**place.client, "port": place.port}
         signing = self._login.pop("require_signing")
-        self._auth_protocol = self._login.pop("auth_protocol")  # at a call, smbprotocol 1.12 does not take it
+        self._auth_protocol = self._login.pop("auth_protocol")  # at a call, smbprotocol 1.13 does not take it
         self._wire = _Wire(uuid.uuid4(), place.host, place.port, require_signing=signing)
         self._login["connection_cache"] = _OneWire({f"{place.host.lower()}:{place.port}": self._wire})
 
