@@ -5,8 +5,8 @@ python examples/demo_report.py demo-out     puts both into docs/performance/demo
 
 from __future__ import annotations
 
+import argparse
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,4 +136,6 @@ def publish(output: Path, root: Path) -> None:
 
 
 if __name__ == "__main__":
-    publish(Path(sys.argv[1]), Path(__file__).parents[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, help="where the demo put its results: demo-out")
+    publish(parser.parse_args().output, Path(__file__).parents[1])

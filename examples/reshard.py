@@ -1,11 +1,11 @@
 """Save on 4 ranks, load on 2 with other placements: nothing about the ranks is in the checkpoint's way.
 
-python examples/reshard.py DIRECTORY_OR_URL
+python examples/reshard.py [DIRECTORY_OR_URL]
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +63,16 @@ def run_ranks(function: Callable[..., None], count: int, *arguments: str) -> Non
     mp.start_processes(function, arguments, nprocs=count, start_method="fork")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Save on four ranks, and load on two."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", nargs="?", default="examples-out/reshard", metavar="DIRECTORY_OR_URL")
+    path = parser.parse_args().path
     with tempfile.TemporaryDirectory() as meeting_points:
-        run_ranks(save_rank, 4, sys.argv[1], str(Path(meeting_points, "save")))
-        run_ranks(load_rank, 2, sys.argv[1], str(Path(meeting_points, "load")))
+        run_ranks(save_rank, 4, path, str(Path(meeting_points, "save")))
+        run_ranks(load_rank, 2, path, str(Path(meeting_points, "load")))
+    print(f"look at it: dcp-nvcomp inspect {path}")
+
+
+if __name__ == "__main__":
+    main()

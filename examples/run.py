@@ -87,6 +87,7 @@ def main() -> None:
         manager.wait()
         if dist.get_rank() == 0:
             print(f"steps {[saved.step for saved in manager.steps()]}, {progress['samples']} samples", flush=True)
+            print(f"look at it: dcp-nvcomp ls {arguments.run}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -37,6 +37,7 @@ def main() -> None:
     dcp.load(head, storage_reader=NvcompReader(arguments.url, **options))
     assert torch.equal(head["1.weight"], model.state_dict()["1.weight"])
     print("loaded 1.weight alone: only its bytes were fetched")
+    print(f"look at it: dcp-nvcomp inspect {arguments.url}")
 
 
 if __name__ == "__main__":

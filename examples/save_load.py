@@ -1,16 +1,18 @@
 """Save a model and its optimizer, and load them into fresh ones, in one process.
 
-python examples/save_load.py DIRECTORY_OR_URL
+python examples/save_load.py [DIRECTORY_OR_URL]
 """
 
-import sys
+import argparse
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 
-path = sys.argv[1]
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("path", nargs="?", default="examples-out/save-load", metavar="DIRECTORY_OR_URL")
+path = parser.parse_args().path
 
 model = torch.nn.Linear(1024, 1024)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -25,3 +27,4 @@ restored = {"model": torch.nn.Linear(1024, 1024).state_dict(), "optimizer": opti
 dcp.load(restored, storage_reader=NvcompReader(path))
 assert torch.equal(restored["model"]["weight"], model.weight)
 print("loaded, equal to what was saved")
+print(f"look at it: dcp-nvcomp inspect {path}")

@@ -48,6 +48,7 @@ def main() -> None:
         load(training, f"{arguments.checkpoints}/step-{last}")
         if dist.get_rank() == 0:
             print(f"loaded step {training.progress.step}", flush=True)
+            print(f"look at it: dcp-nvcomp ls {arguments.checkpoints}", flush=True)
     end_distributed()
 
 

@@ -218,6 +218,7 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
     for saved in manager.report().saves[-2:]:
         recorder.say(str(saved))
+    recorder.say(f"look at it: dcp-nvcomp ls {arguments.checkpoints}")
     end_distributed()
 
 

@@ -27,8 +27,20 @@ def run(*command: str | Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_save_load(tmp_path: Path) -> None:
-    assert "equal to what was saved" in run(EXAMPLES / "save_load.py", tmp_path / "checkpoint")
+PROGRAMS = [program for program in sorted(EXAMPLES.glob("*.py")) if "__main__" in program.read_text()]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_it_says_how_it_is_used(program: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, program, "--help"], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("usage:"), done.stderr
+
+
+def test_save_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = run(EXAMPLES / "save_load.py")
+    assert "equal to what was saved\nlook at it: dcp-nvcomp inspect examples-out/save-load" in printed
+    assert (tmp_path / "examples-out" / "save-load" / ".metadata").exists()
 
 
 def test_a_demo_is_published(tmp_path: Path) -> None:
