@@ -36,12 +36,18 @@ _REMEMBERED: Final = 4  # calls of a rank: its latest may be one that it made af
 _NAMED: Final = 8
 _PAUSE_SECONDS: Final = 0.05
 
+_GONE: Final = (
+    "The process group is gone: destroy_process_group was called since it was made. Make it anew, and what uses it, "
+    "such as a CheckpointManager."
+)
+
 _Called = tuple[str, int, str]  # the group's name, the number of the call in it, the call
 
 
 def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
     """Return the ranks that save or load together, None without torch.distributed; warn if a launcher started more."""
     if not no_dist and dist.is_available() and dist.is_initialized():
+        expect_registered(process_group)
         # what new_group returns on other ranks is a number
         if isinstance(process_group, int) or (process_group is not None and dist.get_rank(process_group) < 0):
             raise ConfigurationError(
@@ -49,6 +55,8 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
                 "this call."
             )
         return process_group or dist.group.WORLD
+    if process_group is not None and not no_dist:
+        raise ConfigurationError(_GONE)
     expect_no_group()
     processes = os.environ.get("WORLD_SIZE", "1")
     if not no_dist and processes not in ("", "1"):
@@ -60,6 +68,15 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
             stacklevel=3,
         )
     return None
+
+
+def expect_registered(process_group: dist.ProcessGroup | int | None) -> None:
+    """Refuse a group of a world that is gone: `destroy_process_group` was called, and a new world was made."""
+    if process_group is not None and not isinstance(process_group, int):
+        try:
+            dist.get_process_group_ranks(process_group)
+        except (ValueError, KeyError):
+            raise ConfigurationError(_GONE) from None
 
 
 def expect_no_group() -> None:

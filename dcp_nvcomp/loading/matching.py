@@ -229,6 +229,7 @@ class WholeValue:
 
 def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] = ()) -> Any:
     """Return nested containers with a place for each saved value."""
+    entries = _of_one_kind(own, entries)
     if not entries:
         return own
     if not entries[0].path and not isinstance(own, Mapping):  # a value that is no container
@@ -271,6 +272,42 @@ def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] =
                 fqn=own_fqn,
             )
     return nested(paths, values) if entries[0].path else values[entries[0].fqn]
+
+
+def _of_one_kind(own: Any, entries: Sequence[SavedEntry]) -> Sequence[SavedEntry]:
+    """Leave out what can't be in one state with the rest: ranks had a dict, a list and a value in the same place.
+
+    The kind that the destination has there comes back; where it has none of them, the value.
+    """
+    inside: dict[Path, set[type]] = {}
+    for entry in entries:
+        for end, part in enumerate(entry.path):
+            inside.setdefault(entry.path[:end], set()).add(int if type(part) is int else str)
+    values = {entry.path for entry in entries}
+    for place, kinds in inside.items():
+        if len(kinds) + (place in values) == 1:
+            continue
+        there = _at(own, place)
+        kind = int if isinstance(there, list) else str if isinstance(there, Mapping) or place not in values else None
+        end = len(place)
+        entries = [
+            entry
+            for entry in entries
+            if entry.path[:end] != place
+            or (kind is None if len(entry.path) == end else (int if type(entry.path[end]) is int else str) is kind)
+        ]
+    return entries
+
+
+def _at(own: Any, place: Path) -> Any:
+    """Return what a nested state has in a place; None if there is nothing."""
+    for part in place:
+        key = part.value if type(part) is Key else part
+        try:
+            own = own[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return own
 
 
 def _kind_of(above: SavedEntry) -> str:

@@ -186,8 +186,8 @@ def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None
         )
     if not may_cast and saved.properties.dtype != value.dtype:
         raise DtypeMismatchError(
-            f"The destination has {value.dtype}, but {saved.properties.dtype} was saved: pass dtype='cast' to convert, "
-            "or load into a tensor of that dtype.",
+            f"The destination has {value.dtype}, but {saved.properties.dtype} was saved: load into a tensor "
+            "of that dtype, or let `load` convert with dtype='cast'.",
             fqn=fqn,
         )
 

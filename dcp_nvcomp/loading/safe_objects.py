@@ -113,11 +113,7 @@ def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> An
     except zipfile.BadZipFile as error:
         raise CorruptDataError(f"A stored archive is corrupt: {error}.") from error
     except pickle.UnpicklingError as error:
-        raise UnsafeObjectError(
-            "A stored object needs more than weights_only loading allows. If you trust this checkpoint, name its "
-            "globals in trusted_globals=, or register them with torch.serialization.add_safe_globals. "
-            f"{what_it_needs(error)}"
-        ) from error
+        raise UnsafeObjectError(what_it_needs(error)) from error
     except Exception as error:  # torch.load raises almost anything for corrupt input
         raise CorruptDataError(f"A stored object cannot be loaded: {type(error).__name__}: {error}") from error
 
@@ -134,9 +130,23 @@ def _empty_bytes() -> bytes:
 
 
 def what_it_needs(error: Exception) -> str:
-    """Return the one sentence of torch's page that matters."""
+    """Return the one sentence of torch's page that matters, and what to do."""
+    filled = re.search(r"Can only (?:append|extend|SETITEMS?)\b.*but got <class '([\w.]+)'>", str(error))
+    if filled:
+        return (
+            f"A stored object is a {filled[1]} with items, which weights_only loading never reads, whatever is "
+            "trusted: save it as a list or dict, or load it without that check if you trust this checkpoint."
+        )
     named = re.search(r"GLOBAL (\S+) was not", str(error)) or re.search(r"but got <class '([\w.]+)'>", str(error))
-    return f"It needs {named[1]}." if named else f"torch says: {' '.join(str(error).split())[:300]}"
+    needs = f"It needs {_qualified(named[1])}." if named else f"torch says: {' '.join(str(error).split())[:300]}"
+    return (
+        "A stored object needs more than weights_only loading allows. If you trust this checkpoint, name its globals "
+        f"in trusted_globals=, or register them with torch.serialization.add_safe_globals. {needs}"
+    )
+
+
+def _qualified(name: str) -> str:
+    return name if "." in name else f"builtins.{name}"
 
 
 def _check_archive(data: io.BytesIO, trusted: Sequence[Any], crcs: bool) -> None:

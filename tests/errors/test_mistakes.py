@@ -125,7 +125,7 @@ MISTAKES: list[Mistake] = [
     ("a misspelled key", lambda path: _load({"model": {"wweight": MODEL["weight"]}}, path), r"has 'model\.weight'"),
     ("a parameter that was not saved", _not_enough, r"no 'model\.scale'"),
     ("another shape", lambda path: _load({"model": {"bias": torch.zeros(9)}}, path), r"\(9,\), but \(30,\) was saved"),
-    ("another dtype", lambda path: _load({"model": {"bias": torch.zeros(30).half()}}, path), "pass dtype='cast'"),
+    ("another dtype", lambda path: _load({"model": {"bias": torch.zeros(30).half()}}, path), "with dtype='cast'"),
     ("a tensor for an object", _object_for_tensor, "a Python object was saved"),
     ("dtype='convert'", lambda path: _load({}, path, dtype="convert"), "one of 'same', 'cast'"),
     ("a Path of a URL, to save", lambda path: _save(STATE, Path("s3://bucket/x")), "'s3://bucket/x' as text, not as a"),

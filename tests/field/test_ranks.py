@@ -310,6 +310,36 @@ def test_groups_that_are_made_again(ranks: RankPool, tmp_path: Path) -> None:
     assert (tmp_path / "all" / "step-1" / ".metadata").exists()
 
 
+def _after_its_end(place: Path) -> list[str]:
+    """Use a group that was destroyed."""
+    group = dist.new_group([0, 1])
+    save(_state(), place / "a", process_group=group)
+    dist.destroy_process_group(group)
+    calls: list[Callable[[], object]] = [
+        lambda: save(_state(), place / "a", process_group=group),
+        lambda: async_save(_state(), place / "a", process_group=group),
+        lambda: load(_state(), place / "a", process_group=group),
+        lambda: CheckpointManager(place / "run", process_group=group),
+    ]
+    told = []
+    for call in calls:
+        with pytest.raises(ConfigurationError) as caught:
+            call()
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_group_that_is_gone(ranks: RankPool, tmp_path: Path) -> None:
+    for told in ranks.run(_after_its_end, tmp_path, world_size=2):
+        assert all(one.startswith("The process group is gone") for one in told), told
+
+
+def test_a_group_of_a_world_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="The process group is gone"):
+        save(_state(), tmp_path, process_group=object())  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
 def _groups_of_their_own(place: Path) -> None:
     """Groups that their ranks alone make: torch names them by how many a process has, which differs here."""
     rank = dist.get_rank()

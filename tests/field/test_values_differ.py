@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import copy
 import datetime
 import decimal
 import enum
 import fractions
+import re
 import uuid
 import warnings
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from dcp_nvcomp import CheckpointManager, async_save, save
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.saving.plans.differences import fingerprints
 from tests.distributed.launch import RankPool
-from tests.states import State
+from tests.states import State, assert_same
 
 
 class _Loader:
@@ -157,6 +159,44 @@ def test_a_tensor_on_one_rank_and_an_object_on_another(ranks: RankPool, tmp_path
         assert "a tensor on one rank is a Python object on another" in told
         assert "'it.is' (rank 1 and 0)" in told and "'it.was' (rank 0 and 1)" in told and "'same" not in told
     assert not list(tmp_path.glob("**/.metadata"))
+
+
+MIXED: dict[str, tuple[Any, Any]] = {
+    "nothing": ({"a": 1}, None),
+    "an empty dict": ({"a": 1}, {}),
+    "a number": ({"a": {"b": torch.ones(2)}}, 5),
+    "a list": ({"a": 1, "t": torch.ones(2)}, [3, torch.zeros(2)]),
+}
+
+
+def _of_other_containers(place: Path, name: str, on_difference: str) -> tuple[str, Any]:
+    own = MIXED[name][dist.get_rank()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with CheckpointManager(place, every=1, preemption_signals=(), on_difference=on_difference) as manager:
+                manager.save(1, {"it": {name: own}, "same": torch.ones(2)})  # each set of keys is told once
+        except ConfigurationError as error:
+            return str(error), None
+    state = {"it": {name: copy.deepcopy(own)}, "same": torch.zeros(2)}
+    with CheckpointManager(place, every=1, preemption_signals=()) as manager:
+        assert manager.restore(state) is not None
+    return "; ".join(str(one.message) for one in caught if "in the same place" in str(one.message)), state["it"][name]
+
+
+@pytest.mark.parametrize("on_difference", ["warn", "error"])
+@pytest.mark.parametrize("name", MIXED)
+def test_a_container_on_one_rank_and_another_kind_on_another(
+    ranks: RankPool, tmp_path: Path, name: str, on_difference: str
+) -> None:
+    """It is said, and each rank's own kind comes back."""
+    found = ranks.run(_of_other_containers, tmp_path, name, on_difference, world_size=2)
+    for rank, (told, restored) in enumerate(found):
+        assert re.search(rf"'it\.{name}\.\w+(\.b)?' on rank [01] and 'it\.{name}(\.0)?' on rank [01]", told), told
+        if on_difference == "error":
+            assert told.endswith("Nothing was saved.") and not list(tmp_path.glob("**/.metadata"))
+        else:
+            assert_same(restored, MIXED[name][0 if name == "an empty dict" else rank])
 
 
 class _Guarded:

@@ -96,6 +96,25 @@ class Comparison:
             raise ConfigurationError(f"{self.words} Nothing was saved.")
         return plain, own
 
+    def compare_places(self, paths: Sequence[Mapping[str, Any]]) -> None:
+        """Compare where ranks have containers; on the coordinator, with the stored paths of their values."""
+        found = _mixed_places(paths)
+        if not found:
+            return
+        holders = [[self.ranks[_holder(fqn, paths)] for fqn in pair] for pair in found[:_SHOWN]]
+        named = [
+            f"{one!r} on rank {first} and {other!r} on rank {second}"
+            for (one, other), (first, second) in zip(found, holders, strict=False)
+        ]
+        words = (
+            f"Ranks have a container and a value, or a dict and a list, in the same place: {_listed(named, found)}. "
+            "A checkpoint has both, and each can only be loaded into its own kind: give what belongs to a rank a key "
+            "of its own, as in state[f'logger.{rank}']."
+        )
+        if self._on_difference == "error":
+            raise ConfigurationError(f"{words} Nothing was saved.")
+        self.words = f"{self.words} {words}".strip()
+
     def told(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the final plans with what differs, if anything does; on the coordinator."""
         if not self.words:
@@ -113,7 +132,7 @@ class Comparison:
         """Warn of what differs, once in a process for the same keys."""
         if self.words and self.words not in _already_told:
             _already_told.add(self.words)
-            warnings.warn(f"{self.words} One of them was saved.", RuntimeWarning, stacklevel=stacklevel + 1)
+            warnings.warn(self.words, RuntimeWarning, stacklevel=stacklevel + 1)
 
 
 def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
@@ -131,6 +150,23 @@ def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
             "Give all ranks tensors, or what belongs to a rank a key of its own, as in state[f'loader.{rank}']. "
             "Nothing was saved."
         )
+
+
+def _mixed_places(paths: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return pairs of values that no nested state can have both."""
+    if all(part == paths[0] for part in paths):
+        return []
+    values = {path: fqn for part in paths for fqn, path in part.items() if all(type(one) in (str, int) for one in path)}
+    inside: dict[tuple[str | int, ...], dict[type, str]] = {}  # by place: a value in a dict there, and one in a list
+    for path, fqn in values.items():
+        for end in range(1, len(path)):
+            inside.setdefault(path[:end], {}).setdefault(type(path[end]), fqn)
+    beside = [(next(iter(below.values())), values[place]) for place, below in inside.items() if place in values]
+    return beside + [(below[str], below[int]) for below in inside.values() if len(below) > 1]
+
+
+def _holder(fqn: str, paths: Sequence[Mapping[str, Any]]) -> int:
+    return next(at for at, part in enumerate(paths) if fqn in part)
 
 
 def _listed(named: Sequence[str], all_of_them: Sized) -> str:

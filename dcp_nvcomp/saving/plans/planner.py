@@ -179,6 +179,7 @@ class KeepingPlanner(SavePlanner):
         local_plans, keys = self.comparison.compared(all_plans, None)
         paths = [plan.planner_data or {} for plan in local_plans] if self._is_default else []
         if self._is_default:  # DCP would merge them too, and know nothing of keys
+            self.comparison.compare_places(paths)
             local_plans = [dataclasses.replace(plan, planner_data={}) for plan in local_plans]
         plans, metadata = self._inner.create_global_plan(local_plans)
         if self._is_default and metadata.planner_data is not None:
