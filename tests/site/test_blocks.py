@@ -17,10 +17,8 @@ import torch
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torchdata.stateful_dataloader import StatefulDataLoader
-from typer.testing import CliRunner
 
 import dcp_nvcomp
-from dcp_nvcomp.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 # Their pages are run by tests of their own, with the frameworks.
@@ -110,24 +108,12 @@ def test_no_block_of_a_store_is_left_out() -> None:
 def test_what_the_readme_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The snippet and the command after it print what stands there, numbers to within a hundredth."""
-    pattern = r"```python\n(.*?)```\n\n```\n(.*?)```\n\n`(.*?)` prints:\n\n```\n(.*?)```"
-    found = re.search(pattern, (ROOT / "README.md").read_text(), re.DOTALL)
+    found = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```\n", (ROOT / "README.md").read_text(), re.DOTALL)
     assert found is not None
-    snippet, printed, command, table = found.groups()
+    snippet, printed = found.groups()
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
     exec(compile(snippet, "README.md", "exec"), {})  # the document's own code
     assert capsys.readouterr().out == printed
-    assert command.startswith("dcp-nvcomp ")
-    done = CliRunner().invoke(app, command.split()[1:], env={"COLUMNS": "120"})
-    assert done.exit_code == 0
-    for line, expected in zip(done.stdout.splitlines(), table.splitlines(), strict=True):
-        for word, other in zip(line.split(), expected.split(), strict=True):
-            try:
-                assert float(word) == pytest.approx(float(other), rel=0.01)
-            except ValueError:
-                assert word == other
 
 
 def test_the_notebook(tmp_path: Path) -> None:
