@@ -31,7 +31,7 @@ from benchmarks.results import Plot, Report, Table
 from benchmarks.sinks import link
 from benchmarks.states import build_state, squares
 from dcp_nvcomp import NvcompReader
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.data_file import read_footers
 from dcp_nvcomp.storage.open import open_filesystem
 

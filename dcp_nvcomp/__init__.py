@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from dcp_nvcomp.one_file import load_compressed_checkpoint, save_compressed_checkpoint
     from dcp_nvcomp.reading.checkpoint import Checkpoint, open_checkpoint
     from dcp_nvcomp.runs.manager import CheckpointManager
+    from dcp_nvcomp.runs.retention import Best, Keep
     from dcp_nvcomp.runs.state.training_state import TrainingState
-    from dcp_nvcomp.runs.steps import Best, Keep
     from dcp_nvcomp.saving.save import AsyncSave, async_save, save
     from dcp_nvcomp.saving.stats import SaveStats
     from dcp_nvcomp.saving.writer import NvcompWriter
@@ -96,7 +96,7 @@ __getattr__ = lazy_names(
         "loading.reader": "NvcompReader",
         "one_file": "load_compressed_checkpoint save_compressed_checkpoint",
         "reading.checkpoint": "Checkpoint open_checkpoint",
-        "runs.steps": "Best Keep",
+        "runs.retention": "Best Keep",
         "runs.manager": "CheckpointManager",
         "runs.state.training_state": "TrainingState",
         "saving.save": "AsyncSave async_save save",

@@ -15,7 +15,7 @@ from dcp_nvcomp.cli.output import Output, show
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.cleaning import Cleaning, RunCleaning
     from dcp_nvcomp.runs.pruning import Pruning
-    from dcp_nvcomp.runs.steps import Best
+    from dcp_nvcomp.runs.retention import Best
 
 OlderThan = Annotated[
     str,
@@ -125,7 +125,7 @@ def prune_command(
     Exit status 1 if there is no complete step, or if a step could not be removed.
     """
     from dcp_nvcomp.runs.pruning import prune_run
-    from dcp_nvcomp.runs.steps import Keep
+    from dcp_nvcomp.runs.retention import Keep
 
     rule = Keep(
         last=keep_last,
@@ -142,7 +142,7 @@ def prune_command(
 
 
 def _best(text: str) -> Best:
-    from dcp_nvcomp.runs.steps import Best
+    from dcp_nvcomp.runs.retention import Best
 
     metric, _, rest = text.partition(":")
     mode, _, count = rest.partition(":")

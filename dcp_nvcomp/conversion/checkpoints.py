@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from dcp_nvcomp.calls.ranks import error_of_ranks, expect_no_group
 from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, paths_in_order, pieces
 from dcp_nvcomp.errors import CheckpointExistsError
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.metadata.paths import has_keys, paths_of, paths_to_store
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,

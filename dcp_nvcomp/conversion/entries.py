@@ -16,7 +16,7 @@ import torch
 
 from dcp_nvcomp.calls.values import Path, fqn_of
 from dcp_nvcomp.errors import CheckpointExistsError, ConfigurationError
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.recognition import file_at, is_local, linked_to
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.storage.base import Filesystem

@@ -37,7 +37,7 @@ from dcp_nvcomp.errors import (
     CorruptDataError,
     IncompleteCheckpointError,
 )
-from dcp_nvcomp.format.blocks import Box, element_span, strides_of
+from dcp_nvcomp.format.block_grid import Box, element_span, strides_of
 from dcp_nvcomp.format.recognition import linked_to, names_and_links
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets

@@ -27,7 +27,7 @@ from dcp_nvcomp.errors import (
     CorruptDataError,
     UnsafeObjectError,
 )
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.recognition import linked_to
 from dcp_nvcomp.loading.safe_objects import allowed_globals, check_file, what_it_needs
 from dcp_nvcomp.options import parent_and_name

@@ -11,7 +11,7 @@ from typing import Any
 
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES, CodecChain, ElementType
 from dcp_nvcomp.errors import UnsupportedVersionError
-from dcp_nvcomp.format.blocks import BlockGrid
+from dcp_nvcomp.format.block_grid import BlockGrid
 
 KIND_TENSOR = "tensor"
 KIND_BYTES = "bytes"

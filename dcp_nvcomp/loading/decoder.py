@@ -1,4 +1,8 @@
-"""The work of one load thread: fetch a range of a file, check and decode its blocks, place them."""
+"""The work of one load thread: fetch a range of a file, check and decode its blocks, place them.
+
+The engine that decodes a block compares its CRCs (engines/cpu.py, engines/cuda/decode.py); here a range with a block
+that fails is fetched once more, and the error gets the file, the key and the range of bytes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
-from dcp_nvcomp.format.blocks import Strip, alone, strips
+from dcp_nvcomp.format.block_grid import Strip, alone, strips
 from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.framing import check_header
 from dcp_nvcomp.loading.read_plan import BlockRead, Read

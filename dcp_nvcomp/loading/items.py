@@ -27,7 +27,7 @@ from dcp_nvcomp.errors import (
     TruncatedFileError,
     UnknownCodecError,
 )
-from dcp_nvcomp.format.blocks import Box, element_span, strides_of
+from dcp_nvcomp.format.block_grid import Box, element_span, strides_of
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt

@@ -27,7 +27,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.tensors import torch_dtype
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, ShapeMismatchError
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_nvcomp.engines.tensors import HostArray, host_array, is_transparent
 from dcp_nvcomp.errors import FileMismatchError, MetadataError, ShapeMismatchError
-from dcp_nvcomp.format.blocks import BlockGrid, Box, RowStrip, Strip, row_strip
+from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, Strip, row_strip
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, described, matches

@@ -20,7 +20,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, ConfigurationError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
+from dcp_nvcomp.format.metadata.rank_metadata import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_current, read_root
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name

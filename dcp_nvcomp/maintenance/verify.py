@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, MetadataError, StorageError, UnsafeObjectError
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata
+from dcp_nvcomp.format.metadata.rank_metadata import merge_rank_metadata
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_current, read_roots
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name

@@ -20,7 +20,7 @@ from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.calls.tables import Shown, Table, counted, left
 from dcp_nvcomp.engines.tensors import dtype_name
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError, MissingKeyError
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt

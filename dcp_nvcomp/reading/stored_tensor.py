@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_nvcomp.errors import MetadataError
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.block_grid import Box
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         StepsRemoved,
     )
     from dcp_nvcomp.runs.pruning import Pruning, pin_step, prune_run, unpin_step
+    from dcp_nvcomp.runs.retention import SavedStep
     from dcp_nvcomp.runs.state.loaders import ElasticSampler, LoaderPart
     from dcp_nvcomp.runs.step_save import StepSave
-    from dcp_nvcomp.runs.steps import SavedStep
 
 __all__ = [
     "ElasticSampler",
@@ -58,7 +58,7 @@ __getattr__ = lazy_names(
         "maintenance.run_listing": "RunListing list_run",
         "runs.events": "ReplicasDiffer RunReport StepDelayed StepFailed StepRestored StepSaved StepSkipped "
         "StepsRemoved",
-        "runs.steps": "SavedStep",
+        "runs.retention": "SavedStep",
         "runs.pruning": "Pruning pin_step prune_run unpin_step",
         "runs.state.loaders": "ElasticSampler LoaderPart",
         "runs.step_save": "StepSave",

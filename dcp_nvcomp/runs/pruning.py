@@ -13,7 +13,8 @@ from dcp_nvcomp.maintenance.opening import checked_storage_options, opened
 from dcp_nvcomp.options import check_path
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.own_files import pin, pinned_steps, read_kept, unpin
-from dcp_nvcomp.runs.steps import Keep, KeepRule, SavedStep, StepNames
+from dcp_nvcomp.runs.retention import Keep, KeepRule, SavedStep
+from dcp_nvcomp.runs.steps import StepNames
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 
 

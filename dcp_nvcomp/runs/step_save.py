@@ -22,7 +22,7 @@ from dcp_nvcomp.runs.agreement import LARGEST_STEP
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
 from dcp_nvcomp.runs.options import check_count
 from dcp_nvcomp.runs.own_files import REMOVING
-from dcp_nvcomp.runs.steps import SavedStep
+from dcp_nvcomp.runs.retention import SavedStep
 from dcp_nvcomp.runs.tiers.fast import TO_UPLOAD
 from dcp_nvcomp.saving.commit import FinishedSave, WrittenSave, commit_checkpoint, data_files, to_publish
 from dcp_nvcomp.saving.stats import SaveStats

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageError, TruncatedFileError
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, publication, settled_to_publish
+from dcp_nvcomp.format.metadata.publishable import metadata_to_publish, publication, settled_to_publish
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import (

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
-from dcp_nvcomp.format.blocks import (
+from dcp_nvcomp.format.block_grid import (
     BlockGrid,
     Box,
     Strip,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES
-from dcp_nvcomp.format.blocks import BlockGrid
+from dcp_nvcomp.format.block_grid import BlockGrid
 from dcp_nvcomp.format.footer import FileIdentity, Footer, footer_json, parse_footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, Tables, decode_footer, decode_trailer, encode_footer
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE, Record

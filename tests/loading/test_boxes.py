@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dcp_nvcomp import CorruptDataError, NvcompReader
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.format.blocks import BlockGrid, box_grid
+from dcp_nvcomp.format.block_grid import BlockGrid, box_grid
 from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.saving.encode import records

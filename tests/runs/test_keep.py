@@ -17,7 +17,7 @@ import torch
 from dcp_nvcomp import CheckpointManager, Keep
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.runs.restoring.candidates import candidates
-from dcp_nvcomp.runs.steps import Best, SavedStep, reasons_to_keep
+from dcp_nvcomp.runs.retention import Best, SavedStep, reasons_to_keep
 from tests.effort import THOROUGH
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_nvcomp.codecs import Bytes, CodecChain
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES
-from dcp_nvcomp.format.blocks import BlockGrid
+from dcp_nvcomp.format.block_grid import BlockGrid
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.saving.data_files import PlannedFile, distribute, file_count, plan_files, planned_nbytes, small_together
 from dcp_nvcomp.saving.encode.sources import CudaSource, HostSource, PendingRecord, Source

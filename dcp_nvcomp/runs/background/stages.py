@@ -15,8 +15,9 @@ from dcp_nvcomp.runs.events import ReplicasDiffer, StepsRemoved
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import REMOVING, Abandoned, write_kept
 from dcp_nvcomp.runs.replicas import WrittenPart, compared
+from dcp_nvcomp.runs.retention import Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.step_save import StepSave
-from dcp_nvcomp.runs.steps import Keep, KeepRule, RunSteps, SavedStep
+from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import move_files, upload_files

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.runs.own_files import Abandoned
-from dcp_nvcomp.runs.steps import SavedStep
+from dcp_nvcomp.runs.retention import SavedStep
 from dcp_nvcomp.runs.tiers.fast import HeldStep
 
 DURABLE = ""  # stands for the durable tier where copies are pairs of node and file

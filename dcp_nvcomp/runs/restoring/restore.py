@@ -35,7 +35,7 @@ from dcp_nvcomp.runs.events import StepRestored
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned, read_abandoned, write_abandoned
 from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
-from dcp_nvcomp.runs.restoring.nearest import Fetch, NearestReader
+from dcp_nvcomp.runs.restoring.nearest_copy import Fetch, NearestReader
 from dcp_nvcomp.runs.step_save import RunProgress
 from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep
 from dcp_nvcomp.saving.commit import WrittenSave

@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,17 +19,8 @@ from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.own_files import ID_NAME, REMOVING, is_pinned, pinned_steps, read_abandoned, run_id
-from dcp_nvcomp.runs.steps import (
-    Keep,
-    KeepRule,
-    RunSteps,
-    SavedStep,
-    StepNames,
-    list_steps,
-    reasons_to_keep,
-    remove_step,
-    why_not,
-)
+from dcp_nvcomp.runs.retention import Doomed, Keep, KeepRule, what_goes
+from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps, remove_step
 from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
@@ -42,16 +33,6 @@ BEGUN: Final = "its removal had begun"
 class Removed:
     steps: tuple[int, ...]  # those that are gone
     failed: Mapping[int, CheckpointError]  # why others could not be removed, by step; the next round tries again
-
-
-@dataclass(frozen=True)
-class Doomed:
-    why: Mapping[int, str]  # why those go that nothing keeps, by step, in ascending order
-    kept: Mapping[int, tuple[str, ...]]  # why the others are kept
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        return tuple(self.why)
 
 
 class DurableTier:
@@ -172,7 +153,7 @@ class DurableTier:
         """Return what a rule keeps of the steps just listed, and what not; opens the newest before others go."""
         complete = sorted(found.complete, key=lambda saved: saved.step)
         while complete:
-            doomed = self._doomed(rule, complete, found.abandoned)
+            doomed = what_goes(rule, complete, found.abandoned, lambda: pinned_steps(self.open_own()))
             if not doomed.why or self._is_complete(complete[-1].step):
                 return doomed
             complete.pop()
@@ -186,22 +167,6 @@ class DurableTier:
         if problem:
             logger.warning("Step %d is not complete, so it does not count: %s", step, problem)
         return not problem
-
-    def _doomed(
-        self, rule: Keep | KeepRule | None, complete: Sequence[SavedStep], abandoned: Collection[SavedStep]
-    ) -> Doomed:
-        """Return what a rule says, but for the newest of the steps, and what is pinned: these stay."""
-        kept = reasons_to_keep(rule, complete)
-        why = {saved.step: why_not(rule) for saved in complete if saved.step not in kept}
-        for saved in abandoned:  # no rule keeps them; without a rule they stay
-            if rule is None:
-                kept[saved.step] = ("abandoned",)
-            else:
-                why[saved.step] = "the run has left it behind: it went back to an earlier step, and saved from there"
-        pinned = pinned_steps(self.open_own()) if why else frozenset()
-        for step in pinned & why.keys():
-            kept[step] = ("pinned",)
-        return Doomed({step: why[step] for step in sorted(why) if step not in pinned}, kept)
 
     def remove(self, why: Mapping[int, str], listed: Mapping[int, str] | None = None) -> Removed:
         gone, failed = [], {}

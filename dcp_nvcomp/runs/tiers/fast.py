@@ -28,7 +28,8 @@ from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER
 from dcp_nvcomp.runs.events import Event, StepsRemoved
 from dcp_nvcomp.runs.own_files import is_being_removed
-from dcp_nvcomp.runs.steps import EQUAL, SavedStep, StepNames, remove_step
+from dcp_nvcomp.runs.retention import SavedStep
+from dcp_nvcomp.runs.steps import EQUAL, StepNames, remove_step
 from dcp_nvcomp.runs.tiers.trust import ALONE, fault_below, own_directory, refuse_fault_below
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of

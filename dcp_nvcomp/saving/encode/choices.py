@@ -37,7 +37,7 @@ from dcp_nvcomp.codecs.choose import (
 from dcp_nvcomp.codecs.registry import check_chain
 from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array
-from dcp_nvcomp.format.blocks import BlockGrid
+from dcp_nvcomp.format.block_grid import BlockGrid
 from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.saving.encode.sources import ChainChoice, Workbench, block_bytes
 

@@ -29,7 +29,7 @@ from dcp_nvcomp.engines.tensors import (
     without_lazy_bits,
 )
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
-from dcp_nvcomp.format.blocks import BlockGrid, box_grid, row_grid
+from dcp_nvcomp.format.block_grid import BlockGrid, box_grid, row_grid
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.saving.encode.choices import AutoChoice, CodecPolicy, RememberedChoices, device_choice, spread_sample
 from dcp_nvcomp.saving.encode.sources import (

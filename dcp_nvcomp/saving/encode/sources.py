@@ -19,7 +19,7 @@ from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import HostArray
-from dcp_nvcomp.format.blocks import BlockGrid, Box, RowStrip, row_strip, strips
+from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, row_strip, strips
 from dcp_nvcomp.format.record import KIND_PACK, Record
 
 U8 = npt.NDArray[np.uint8]

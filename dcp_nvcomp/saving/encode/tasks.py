@@ -20,7 +20,7 @@ import torch
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.codecs.choose import most_encoded_nbytes
 from dcp_nvcomp.engines.tensors import PinnedMemory, pinned_allocate, plain_allocate
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.saving.encode.sources import ChainChoice, Part, PendingRecord, Source
 
 

@@ -1,1 +1,1 @@
-"""Azure Blob Storage and Google Cloud Storage."""
+"""Object stores: S3, Azure Blob Storage and Google Cloud Storage."""

@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_nvcomp.codecs.coders import Ans
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.format.blocks import Box
+from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.data_file import DataFileRef, block_row, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_trailer
-from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
+from dcp_nvcomp.format.metadata.rank_metadata import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.metadata.shards import StockItem
 from dcp_nvcomp.loading.items import read_stock_bytes, read_stock_tensor

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_nvcomp.errors import CheckpointError, MetadataError
-from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, normalize, sample
+from dcp_nvcomp.format.metadata.publishable import metadata_to_publish, normalize, sample
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from tests.effort import examples
 
@@ -150,7 +150,7 @@ def published(made: Metadata) -> Metadata:
 def _reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of reading what is about to be published."""
     if not request.param:
-        monkeypatch.setattr("dcp_nvcomp.format.metadata.publishing._FEW_SHARDS", 0)
+        monkeypatch.setattr("dcp_nvcomp.format.metadata.publishable._FEW_SHARDS", 0)
 
 
 @pytest.mark.usefixtures("_reads")

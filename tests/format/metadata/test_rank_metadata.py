@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_nvcomp.errors import IncompleteCheckpointError, MetadataError
-from dcp_nvcomp.format.metadata.ranks import merge_rank_metadata, prefer_rank
+from dcp_nvcomp.format.metadata.rank_metadata import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
 from tests.cpu_time import within_cpu_seconds
 from tests.effort import examples

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_nvcomp import save
 from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
-from dcp_nvcomp.format.metadata.publishing import metadata_to_publish, publication, settled_to_publish
+from dcp_nvcomp.format.metadata.publishable import metadata_to_publish, publication, settled_to_publish
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata, share_equal
 from dcp_nvcomp.saving import commit
 
@@ -166,7 +166,7 @@ def test_places_that_no_load_could_read_are_refused(place: Any, at: int) -> None
 
 def test_a_file_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     later = settled(metadata_of(some_items()))
-    monkeypatch.setattr("dcp_nvcomp.format.metadata.publishing.MAX_METADATA_NBYTES", 100)
+    monkeypatch.setattr("dcp_nvcomp.format.metadata.publishable.MAX_METADATA_NBYTES", 100)
     with pytest.raises(MetadataError, match="a load accepts 100"):
         settled_to_publish(later, path="x")
 
@@ -178,7 +178,7 @@ def test_a_file_that_a_load_may_refuse_by_default_is_warned_of(
     nbytes = len(settled_to_publish(later, path="x"))
     for limit_nbytes, is_warned in ((4 * nbytes, False), (3 * nbytes, True)):
         caplog.clear()
-        monkeypatch.setattr("dcp_nvcomp.format.metadata.publishing.MAX_METADATA_NBYTES", limit_nbytes)
+        monkeypatch.setattr("dcp_nvcomp.format.metadata.publishable.MAX_METADATA_NBYTES", limit_nbytes)
         settled_to_publish(later, path="run/.metadata")
         assert (f"run/.metadata has {nbytes} bytes" in caplog.text) == is_warned
         assert (f"metadata_limit_nbytes={-(-10 * nbytes // 3)}." in caplog.text) == is_warned
