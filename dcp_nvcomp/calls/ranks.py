@@ -73,6 +73,9 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
 def expect_registered(process_group: dist.ProcessGroup | int | None) -> None:
     """Refuse a group of a world that is gone: `destroy_process_group` was called, and a new world was made."""
     if process_group is not None and not isinstance(process_group, int):
+        if not isinstance(process_group, dist.ProcessGroup):
+            kind = type(process_group).__name__
+            raise ConfigurationError(f"process_group= takes a ProcessGroup, not a {kind}; a mesh has get_group().")
         try:
             dist.get_process_group_ranks(process_group)
         except (ValueError, KeyError):

@@ -18,6 +18,7 @@ from dcp_nvcomp.redaction import printable
 
 _GAP: Final = "  "
 _MOST_ROWS: Final = 60  # of a table that is printed or displayed: half of them from each end
+_MOST_LETTERS: Final = 1000  # of a line
 _NO_LIMIT: Final = 1 << 30
 
 
@@ -90,14 +91,24 @@ class Shown:
 
     def __str__(self) -> str:
         lines: list[str] = []
-        for one in self.shown():
-            lines += [one] if isinstance(one, str) else one.shortened().lines()[0]
+        for one in _cut(self.shown()):
+            lines += [one] if isinstance(one, str) else one.lines()[0]
         return "\n".join(map(printable, lines))
 
     def _repr_html_(self) -> str:
-        return "".join(
-            f"<p>{escape(one)}</p>" if isinstance(one, str) else one.shortened().html() for one in self.shown() if one
-        )
+        parts = [one for one in _cut(self.shown()) if one]
+        return "".join(f"<p>{escape(one)}</p>" if isinstance(one, str) else one.html() for one in parts)
+
+
+def _cut(parts: Iterable[str | Table]) -> list[str | Table]:
+    """Leave out the middle of long tables and of many lines, and the ends of long lines."""
+    cut = [one.shortened() if isinstance(one, Table) else _cut_line(one) for one in parts]
+    left_out, half = len(cut) - _MOST_ROWS, _MOST_ROWS // 2
+    return cut if left_out <= 0 else [*cut[:half], f"... {left_out:,} more", *cut[-half:]]
+
+
+def _cut_line(line: str) -> str:
+    return line if len(line) <= _MOST_LETTERS else f"{line[:_MOST_LETTERS]}..."
 
 
 def counted(count: int, what: str) -> str:

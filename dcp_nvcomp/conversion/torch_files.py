@@ -118,6 +118,9 @@ def _fetched(filesystem: Filesystem, name: str, nbytes: int) -> str:
     return file.name
 
 
+_ADVICE = "If you trust it, register its classes with torch.serialization.add_safe_globals."
+
+
 def _loaded(local: str, path: str) -> Any:
     try:
         check_file(local)
@@ -131,8 +134,7 @@ def _loaded(local: str, path: str) -> Any:
         raise
     except pickle.UnpicklingError as error:
         raise UnsafeObjectError(
-            "The file needs more than weights_only loading allows. If you trust it, register its classes with "
-            f"torch.serialization.add_safe_globals. {what_it_needs(error)}",
+            f"The file needs more than weights_only loading allows. {what_it_needs(error, _ADVICE)}",
             path=path,
         ) from error
     except Exception as error:  # torch.load raises almost anything for other files

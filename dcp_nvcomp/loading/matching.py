@@ -11,6 +11,7 @@ they were saved, with tensors of the destination where it has them; its own cont
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -43,6 +44,8 @@ _EXTRA_STATE: Final = "_extra_state"
 _GROUPS: Final = "param_groups"
 _STATE: Final = "state"
 _NAMES: Final = ("params", "param_names")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -277,37 +280,53 @@ def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] =
 def _of_one_kind(own: Any, entries: Sequence[SavedEntry]) -> Sequence[SavedEntry]:
     """Leave out what can't be in one state with the rest: ranks had a dict, a list and a value in the same place.
 
-    The kind that the destination has there comes back; where it has none of them, the value.
+    What the destination has there comes back in its kind. An empty container, and a destination that has nothing there,
+    get a container of Python objects; one with tensors belongs to the ranks that have a place for them.
     """
-    inside: dict[Path, set[type]] = {}
+    inside: dict[Path, dict[type, list[SavedEntry]]] = {}
     for entry in entries:
         for end, part in enumerate(entry.path):
-            inside.setdefault(entry.path[:end], set()).add(int if type(part) is int else str)
-    values = {entry.path for entry in entries}
-    for place, kinds in inside.items():
-        if len(kinds) + (place in values) == 1:
-            continue
-        there = _at(own, place)
-        kind = int if isinstance(there, list) else str if isinstance(there, Mapping) or place not in values else None
-        end = len(place)
-        entries = [
-            entry
-            for entry in entries
-            if entry.path[:end] != place
-            or (kind is None if len(entry.path) == end else (int if type(entry.path[end]) is int else str) is kind)
-        ]
-    return entries
+            inside.setdefault(entry.path[:end], {}).setdefault(_container_of(part), []).append(entry)
+    values = {entry.path: entry for entry in entries}
+    mixed = [place for place, kinds in inside.items() if len(kinds) + (place in values) > 1]
+    if not mixed:
+        return entries
+    flat = flatten({"": own})
+    places = {path[1:]: flat.values[fqn] for fqn, path in flat.paths.items()}
+    chosen = {place: _kind_in(place, places, inside[place], place in values) for place in mixed}
+    left = [entry for entry in entries if all(_fits(entry.path, *one) for one in chosen.items())]
+    logger.warning(
+        "Ranks saved a container and a value, or a dict and a list, in the same place. These are left: %s",
+        ", ".join(repr(fqn) for fqn in sorted({entry.fqn for entry in entries} - {entry.fqn for entry in left})[:8]),
+    )
+    return left
 
 
-def _at(own: Any, place: Path) -> Any:
-    """Return what a nested state has in a place; None if there is nothing."""
-    for part in place:
-        key = part.value if type(part) is Key else part
-        try:
-            own = own[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return own
+def _container_of(part: Any) -> type:
+    return list if type(part) is int else dict
+
+
+def _kind_in(
+    place: Path, own: Mapping[Path, Any], saved: Mapping[type, list[SavedEntry]], has_value: bool
+) -> type | None:
+    """Return the kind of container to take; None for the value."""
+    there = own.get(place)
+    kinds = {_container_of(path[len(place)]) for path in own if len(path) > len(place) and path[: len(place)] == place}
+    if place in own and (there or not isinstance(there, Mapping | list)):
+        wanted: list[type | None] = [None, dict, list]
+    elif kinds:
+        wanted = [*kinds, None, dict, list]
+    else:
+        first = list if isinstance(there, list) else dict
+        is_plain = not any(isinstance(one.item, TensorStorageMetadata) for one in saved.get(first, ()))
+        wanted = [first, None, dict, list] if is_plain else [None, first, dict, list]
+    return next(kind for kind in wanted if (has_value if kind is None else kind in saved))
+
+
+def _fits(path: Path, place: Path, kind: type | None) -> bool:
+    if path[: len(place)] != place:
+        return True
+    return kind is None if path == place else _container_of(path[len(place)]) is kind
 
 
 def _kind_of(above: SavedEntry) -> str:

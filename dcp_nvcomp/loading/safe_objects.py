@@ -10,7 +10,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -113,7 +113,9 @@ def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> An
     except zipfile.BadZipFile as error:
         raise CorruptDataError(f"A stored archive is corrupt: {error}.") from error
     except pickle.UnpicklingError as error:
-        raise UnsafeObjectError(what_it_needs(error)) from error
+        raise UnsafeObjectError(
+            f"A stored object needs more than weights_only loading allows. {what_it_needs(error, _ADVICE)}"
+        ) from error
     except Exception as error:  # torch.load raises almost anything for corrupt input
         raise CorruptDataError(f"A stored object cannot be loaded: {type(error).__name__}: {error}") from error
 
@@ -129,20 +131,23 @@ def _empty_bytes() -> bytes:
     return b""
 
 
-def what_it_needs(error: Exception) -> str:
-    """Return the one sentence of torch's page that matters, and what to do."""
+_ADVICE: Final = (
+    "If you trust this checkpoint, name its globals in trusted_globals=, or register them with "
+    "torch.serialization.add_safe_globals."
+)
+
+
+def what_it_needs(error: Exception, advice: str) -> str:
+    """Return the one sentence of torch's page that matters, and the advice, where it helps."""
     filled = re.search(r"Can only (?:append|extend|SETITEMS?)\b.*but got <class '([\w.]+)'>", str(error))
     if filled:
         return (
-            f"A stored object is a {filled[1]} with items, which weights_only loading never reads, whatever is "
-            "trusted: save it as a list or dict, or load it without that check if you trust this checkpoint."
+            f"It has a {filled[1]} with items, which such loading never reads, whatever is trusted: save it as a list "
+            "or dict. If you trust who wrote it, `load` reads it, without safe_objects=True."
         )
     named = re.search(r"GLOBAL (\S+) was not", str(error)) or re.search(r"but got <class '([\w.]+)'>", str(error))
     needs = f"It needs {_qualified(named[1])}." if named else f"torch says: {' '.join(str(error).split())[:300]}"
-    return (
-        "A stored object needs more than weights_only loading allows. If you trust this checkpoint, name its globals "
-        f"in trusted_globals=, or register them with torch.serialization.add_safe_globals. {needs}"
-    )
+    return f"{advice} {needs}"
 
 
 def _qualified(name: str) -> str:

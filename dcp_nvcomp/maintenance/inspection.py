@@ -142,7 +142,7 @@ class Inspection(Shown):
             for item in items
         ]
         totals = self.totals
-        rows.append(("total", f"{len(self.items)} keys", "", str(totals.records), "", *totals.cells()))
+        rows.append(("total", counted(len(self.items), "key"), "", str(totals.records), "", *totals.cells()))
         return Table(columns, rows)
 
     def to_json(self) -> dict[str, Any]:

@@ -43,15 +43,15 @@ class Comparison(Shown):
         a: the first checkpoint.
         b: the second one.
         equal: how many keys are equal.
-        values: whether values were compared too, not only shapes and dtypes.
         differences: of the others, in the order of the first checkpoint's keys.
+        values: whether values were compared too, not only shapes and dtypes.
     """
 
     a: str
     b: str
     equal: int
-    values: bool
     differences: tuple[Difference, ...]
+    values: bool = True
 
     @property
     def is_equal(self) -> bool:
@@ -64,7 +64,14 @@ class Comparison(Shown):
             {**vars(one), "max_difference": None if one.max_difference is None else _json_number(one.max_difference)}
             for one in self.differences
         ]
-        return {"schema": 1, "a": self.a, "b": self.b, "equal": self.equal, "differences": differences}
+        return {
+            "schema": 1,
+            "a": self.a,
+            "b": self.b,
+            "equal": self.equal,
+            "values": self.values,
+            "differences": differences,
+        }
 
     def shown(self) -> Iterator[str | Table]:
         """Return what it prints: the keys that differ, and how many are equal."""
@@ -110,7 +117,7 @@ def compare(
             same = [fqn for fqn, difference in found.items() if difference is None]
             found.update(_differing_values(same, first, second, progress))
         differences = tuple(difference for difference in found.values() if difference is not None)
-        return Comparison(first.path, second.path, len(found) - len(differences), values, differences)
+        return Comparison(first.path, second.path, len(found) - len(differences), differences, values)
 
 
 def _described_difference(fqn: str, first: Checkpoint, second: Checkpoint) -> Difference | None:

@@ -69,8 +69,9 @@ def save(
         process_group: the ranks that save; by default all.
         no_dist: if True, save in this process alone.
         on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
-            checkpoint keeps one: `"warn"`, once for the same keys, or `"error"`, before anything is written. Large
-            tensors are compared by a sample, and with a `planner` of another class nothing is.
+            checkpoint keeps one, or a container and a value in the same place: `"warn"`, once for the same keys, or
+            `"error"`, before anything is written. Large tensors are compared by a sample, and with a `planner` of
+            another class nothing is.
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:
@@ -214,8 +215,9 @@ def async_save(
             is changed before `staging_completion` is done, the checkpoint mixes old and new values. Python objects are
             those of the call in both cases: its thread pickles them.
         on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
-            checkpoint keeps one: `"warn"`, once for the same keys, or `"error"`, before anything is written. Large
-            tensors are compared by a sample, and with a `planner` of another class nothing is.
+            checkpoint keeps one, or a container and a value in the same place: `"warn"`, once for the same keys, or
+            `"error"`, before anything is written. Large tensors are compared by a sample, and with a `planner` of
+            another class nothing is.
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:

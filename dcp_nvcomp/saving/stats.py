@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.calls.tables import Column, Shown, Table, left
 from dcp_nvcomp.format.metadata.summary import Summary
+from dcp_nvcomp.redaction import printable
 from dcp_nvcomp.version import VERSION
 
 _ATTRIBUTE = "dcp_nvcomp_save_stats"
@@ -230,7 +231,7 @@ class SaveStats(Shown):
 
     def __str__(self) -> str:
         stages = ", ".join(f"{stage} {self.seconds.get(stage, 0.0):.2f} s" for stage in STAGES)
-        return (
+        return printable(
             f"saved {decimal(self.uncompressed_nbytes)} as {decimal(self.stored_nbytes)} "
             f"(ratio {self.ratio:.3f}) in {self.total_seconds:.2f} s ({stages}) to {self.checkpoint_id}"
         )

@@ -335,8 +335,13 @@ def test_a_group_that_is_gone(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_group_of_a_world_that_is_gone(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group, mesh = dist.new_group([0]), dist.init_device_mesh("cpu", (1,))
+    with pytest.raises(ConfigurationError, match=r"not a DeviceMesh; a mesh has get_group\(\)"):
+        save(_state(), tmp_path, process_group=mesh)  # type: ignore[arg-type]
+    dist.destroy_process_group()
     with pytest.raises(ConfigurationError, match="The process group is gone"):
-        save(_state(), tmp_path, process_group=object())  # type: ignore[arg-type]
+        save(_state(), tmp_path, process_group=group)
     assert not list(tmp_path.iterdir())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import datetime
 import decimal
 import enum
@@ -161,42 +160,66 @@ def test_a_tensor_on_one_rank_and_an_object_on_another(ranks: RankPool, tmp_path
     assert not list(tmp_path.glob("**/.metadata"))
 
 
-MIXED: dict[str, tuple[Any, Any]] = {
-    "nothing": ({"a": 1}, None),
-    "an empty dict": ({"a": 1}, {}),
-    "a number": ({"a": {"b": torch.ones(2)}}, 5),
-    "a list": ({"a": 1, "t": torch.ones(2)}, [3, torch.zeros(2)]),
+class _Color(enum.Enum):
+    RED = 1
+
+
+ONES = torch.ones(2)
+# What each of two ranks saves, what its fresh state has, and what comes back.
+MIXED: dict[str, list[tuple[Any, Any, Any]]] = {
+    "nothing": [({"a": 1}, {"a": 0}, {"a": 1}), (None, None, None)],
+    "number": [({"a": {"b": torch.ones(2)}}, {"a": {"b": torch.zeros(2)}}, {"a": {"b": torch.ones(2)}}), (5, 0, 5)],
+    "list": [({"a": torch.ones(2)}, {"a": torch.zeros(2)}, {"a": torch.ones(2)}), ([ONES], [torch.zeros(2)], [ONES])],
+    "plain_list": [({"a": 1}, {"a": 0}, {"a": 1}), ([1, 2, 3], [0], [1, 2, 3])],
+    "lists": [([torch.ones(2), 3], [torch.zeros(2), 0], [torch.ones(2), 3]), ([1, 2, 3], [0], [1, 2, 3])],
+    "enum": [({"a": 1}, {"a": 0}, {"a": 1}), ({_Color.RED: 2}, {_Color.RED: 0}, {_Color.RED: 2})],
+    "fresh": [({"a": 1}, {}, {"a": 1}), (5, 0, 5)],
+}
+# What is saved so is not told, as no rank loses anything.
+EMPTY: dict[str, list[tuple[Any, Any, Any]]] = {
+    "objects": [({"a": 1}, {"a": 0}, {"a": 1}), ({}, {}, {"a": 1})],
+    "tensors": [({"a": torch.ones(2)}, {"a": torch.zeros(2)}, {"a": torch.ones(2)}), ({}, {}, {})],
+    "empty_list": [({"a": 1}, {"a": 0}, {"a": 1}), ([], [9], [])],
+    "same_name": [({"0": ONES}, {"0": torch.zeros(2)}, {"0": ONES}), ([ONES], [torch.zeros(2)], [ONES])],
 }
 
 
-def _of_other_containers(place: Path, name: str, on_difference: str) -> tuple[str, Any]:
-    own = MIXED[name][dist.get_rank()]
+def _of_other_containers(place: Path, name: str, on_difference: str) -> tuple[list[str], Any]:
+    own, fresh, _ = (MIXED | EMPTY)[name][dist.get_rank()]
+    key, told = f"{name}_{on_difference}", []  # each set of keys is told once
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            with CheckpointManager(place, every=1, preemption_signals=(), on_difference=on_difference) as manager:
-                manager.save(1, {"it": {name: own}, "same": torch.ones(2)})  # each set of keys is told once
-        except ConfigurationError as error:
-            return str(error), None
-    state = {"it": {name: copy.deepcopy(own)}, "same": torch.zeros(2)}
-    with CheckpointManager(place, every=1, preemption_signals=()) as manager:
+        for how in ("warn", on_difference):  # the second one has the plan of the first
+            try:
+                with CheckpointManager(place, preemption_signals=(), on_difference=how) as manager:
+                    manager.save(len(told), {"it": {key: own, "beside": 1}})
+                told.append("")
+            except ConfigurationError as error:
+                told.append(str(error))
+    told += [str(one.message) for one in caught if "in the same place" in str(one.message)]
+    state = {"it": {key: fresh, "beside": 0}}
+    with CheckpointManager(place, preemption_signals=()) as manager:
         assert manager.restore(state) is not None
-    return "; ".join(str(one.message) for one in caught if "in the same place" in str(one.message)), state["it"][name]
+    assert state["it"]["beside"] == 1 and set(state["it"]) == {key, "beside"}
+    return told, state["it"][key]
 
 
 @pytest.mark.parametrize("on_difference", ["warn", "error"])
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("name", [*MIXED, *EMPTY])
 def test_a_container_on_one_rank_and_another_kind_on_another(
     ranks: RankPool, tmp_path: Path, name: str, on_difference: str
 ) -> None:
-    """It is said, and each rank's own kind comes back."""
+    """It is said, and the kind comes back that each rank's own state has."""
     found = ranks.run(_of_other_containers, tmp_path, name, on_difference, world_size=2)
-    for rank, (told, restored) in enumerate(found):
-        assert re.search(rf"'it\.{name}\.\w+(\.b)?' on rank [01] and 'it\.{name}(\.0)?' on rank [01]", told), told
-        if on_difference == "error":
-            assert told.endswith("Nothing was saved.") and not list(tmp_path.glob("**/.metadata"))
+    for (told, restored), (_, _, wanted) in zip(found, (MIXED | EMPTY)[name], strict=True):
+        first, second, *warned = told
+        if name in EMPTY:
+            assert not any(told), told
         else:
-            assert_same(restored, MIXED[name][0 if name == "an empty dict" else rank])
+            assert first == "" and second.endswith("Nothing was saved." if on_difference == "error" else ""), told
+            (words,) = warned
+            assert re.search(rf"'it\.{name}\S*' on rank [01] and 'it\.{name}\S*' on rank [01]", words), words
+        assert_same(restored, wanted)
 
 
 class _Guarded:

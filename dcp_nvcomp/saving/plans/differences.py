@@ -55,6 +55,7 @@ class _Sent(NamedTuple):
     planner_data: Any
     values: array[int]
     keys: Keys | None  # None if the coordinator has kept them with the plan
+    empty: Keys = ()  # those of empty containers
 
 
 class _Told(NamedTuple):
@@ -68,20 +69,26 @@ class Comparison:
     def __init__(self, ranks: Sequence[int], on_difference: OnDifference) -> None:
         self.ranks, self._on_difference = ranks or (0,), on_difference
         self._found: dict[str, int] | None = None
+        self._empty: Keys = ()
         self.words = ""
+        self.places = ""  # what depends on the structure alone, and is kept with the plan; on the coordinator
 
     def look(self, state: Mapping[str, Any]) -> None:
         if len(self.ranks) > 1:
             self._found = fingerprints(state)
+            self._empty = tuple(key for key, value in state.items() if isinstance(value, Mapping | list) and not value)
 
     def sent(self, plan: SavePlan, *, with_keys: bool) -> SavePlan:
         if self._found is None:
             return plan
         keys = tuple(self._found) if with_keys else None
-        return dataclasses.replace(plan, planner_data=_Sent(plan.planner_data, array("I", self._found.values()), keys))
+        sent = _Sent(plan.planner_data, array("I", self._found.values()), keys, self._empty if with_keys else ())
+        return dataclasses.replace(plan, planner_data=sent)
 
-    def compared(self, plans: Sequence[SavePlan], keys: Sequence[Keys] | None) -> tuple[list[SavePlan], list[Keys]]:
-        """Compare the fingerprints of all ranks; on the coordinator."""
+    def compared(
+        self, plans: Sequence[SavePlan], keys: Sequence[Keys] | None, places: str | None
+    ) -> tuple[list[SavePlan], list[Keys]]:
+        """Compare all ranks' fingerprints, and where their values are unless that is kept; on the coordinator."""
         sent = [plan.planner_data if isinstance(plan.planner_data, _Sent) else None for plan in plans]
         plain = [
             plan if one is None else dataclasses.replace(plan, planner_data=one.planner_data)
@@ -92,28 +99,13 @@ class Comparison:
         if any(one is not None for one in sent):
             values = [array("I") if one is None else one.values for one in sent]
             self.words = _words(_differing(own, values), self.ranks)
+        if places is None:
+            places = _place_words(plain, [() if one is None else one.empty for one in sent], self.ranks)
+        self.places = places
+        self.words = f"{self.words} {places}".strip()
         if self.words and self._on_difference == "error":
             raise ConfigurationError(f"{self.words} Nothing was saved.")
         return plain, own
-
-    def compare_places(self, paths: Sequence[Mapping[str, Any]]) -> None:
-        """Compare where ranks have containers; on the coordinator, with the stored paths of their values."""
-        found = _mixed_places(paths)
-        if not found:
-            return
-        holders = [[self.ranks[_holder(fqn, paths)] for fqn in pair] for pair in found[:_SHOWN]]
-        named = [
-            f"{one!r} on rank {first} and {other!r} on rank {second}"
-            for (one, other), (first, second) in zip(found, holders, strict=False)
-        ]
-        words = (
-            f"Ranks have a container and a value, or a dict and a list, in the same place: {_listed(named, found)}. "
-            "A checkpoint has both, and each can only be loaded into its own kind: give what belongs to a rank a key "
-            "of its own, as in state[f'logger.{rank}']."
-        )
-        if self._on_difference == "error":
-            raise ConfigurationError(f"{words} Nothing was saved.")
-        self.words = f"{self.words} {words}".strip()
 
     def told(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the final plans with what differs, if anything does; on the coordinator."""
@@ -152,21 +144,32 @@ def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
         )
 
 
-def _mixed_places(paths: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return pairs of values that no nested state can have both."""
+def _place_words(plans: Sequence[SavePlan], empty: Sequence[Keys], ranks: Sequence[int]) -> str:
+    """Return which values no nested state can have both; an empty container beside a filled one is no such value."""
+    paths = [plan.planner_data or {} for plan in plans]
     if all(part == paths[0] for part in paths):
-        return []
-    values = {path: fqn for part in paths for fqn, path in part.items() if all(type(one) in (str, int) for one in path)}
-    inside: dict[tuple[str | int, ...], dict[type, str]] = {}  # by place: a value in a dict there, and one in a list
-    for path, fqn in values.items():
-        for end in range(1, len(path)):
-            inside.setdefault(path[:end], {}).setdefault(type(path[end]), fqn)
-    beside = [(next(iter(below.values())), values[place]) for place, below in inside.items() if place in values]
-    return beside + [(below[str], below[int]) for below in inside.values() if len(below) > 1]
-
-
-def _holder(fqn: str, paths: Sequence[Mapping[str, Any]]) -> int:
-    return next(at for at, part in enumerate(paths) if fqn in part)
+        return ""
+    values: dict[Any, tuple[str, int]] = {}  # one of those that have it, by place
+    for part, without, rank in zip(paths, map(set, empty), ranks, strict=True):
+        own = part if without.isdisjoint(part) else {fqn: path for fqn, path in part.items() if fqn not in without}
+        values.update(zip(own.values(), zip(own, itertools.repeat(rank)), strict=False))
+    inside: dict[Any, dict[type, tuple[str, int]]] = {}  # by place: a value in a dict there, and one in a list
+    for path, value in values.items():
+        if all(type(part) in (str, int) for part in path):  # DCP's own data; ours has the keys beside them
+            for end in range(1, len(path)):
+                inside.setdefault(path[:end], {}).setdefault(type(path[end]), value)
+    pairs = [(next(iter(below.values())), values[place]) for place, below in inside.items() if place in values]
+    pairs += [(below[str], below[int]) for below in inside.values() if len(below) > 1]
+    named = [
+        f"{one!r} on rank {rank} and {other!r} on rank {its}" for (one, rank), (other, its) in pairs if one != other
+    ]
+    if not named:
+        return ""
+    return (
+        "Ranks have a container and a value, or a dict and a list, in the same place: "
+        f"{_listed(named[:_SHOWN], named)}. A checkpoint has both, and each can only be loaded into its own kind: give "
+        "what belongs to a rank a key of its own, as in state[f'logger.{rank}']."
+    )
 
 
 def _listed(named: Sequence[str], all_of_them: Sized) -> str:

@@ -176,9 +176,14 @@ class PlacedItems:
 
 class GlobalPlan:
     def __init__(
-        self, plans: Sequence[SavePlan], metadata: Metadata, compared_keys: Sequence[tuple[str, ...]] = ()
+        self,
+        plans: Sequence[SavePlan],
+        metadata: Metadata,
+        compared_keys: Sequence[tuple[str, ...]] = (),
+        places: str = "",
     ) -> None:
         shared: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self.places = places  # what was found of them
         self.compared_keys = [shared.setdefault(keys, keys) for keys in compared_keys]
         with collector_paused():
             self._indices = [tuple(item.index for item in plan.items) for plan in plans]

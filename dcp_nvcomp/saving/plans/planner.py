@@ -172,20 +172,20 @@ class KeepingPlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self._kept is not None:
             assert self._kept.everyones is not None, "each rank is the coordinator of all its saves, or of none"
-            plans, _ = self.comparison.compared(all_plans, self._kept.everyones.compared_keys)
-            return self.comparison.told(plans), self._kept.everyones.metadata()
+            kept = self._kept.everyones
+            plans, _ = self.comparison.compared(all_plans, kept.compared_keys, kept.places)
+            return self.comparison.told(plans), kept.metadata()
         if self._is_default:
             expect_same_kinds(all_plans, self.comparison.ranks)
-        local_plans, keys = self.comparison.compared(all_plans, None)
+        local_plans, keys = self.comparison.compared(all_plans, None, None if self._is_default else "")
         paths = [plan.planner_data or {} for plan in local_plans] if self._is_default else []
         if self._is_default:  # DCP would merge them too, and know nothing of keys
-            self.comparison.compare_places(paths)
             local_plans = [dataclasses.replace(plan, planner_data={}) for plan in local_plans]
         plans, metadata = self._inner.create_global_plan(local_plans)
         if self._is_default and metadata.planner_data is not None:
             metadata = dataclasses.replace(metadata, planner_data=merged_paths(paths, metadata.state_dict_metadata))
         if self.is_kept:
-            self._everyones = GlobalPlan(plans, metadata, keys)
+            self._everyones = GlobalPlan(plans, metadata, keys, self.comparison.places)
             metadata = self._everyones.metadata()
         return self.comparison.told(plans), metadata
 
