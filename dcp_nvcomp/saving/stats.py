@@ -103,7 +103,7 @@ class RankStats:
 
 @dataclass(frozen=True, repr=False)
 class SaveStats(Shown):
-    """Statistics of one save. They cover all ranks on the coordinator, and only the local rank elsewhere.
+    """Statistics of one save, of all its ranks; `writer.last_save` has only its own but on the coordinator.
 
     Attributes:
         checkpoint_id: where the checkpoint is; without a password, if its URL has one.

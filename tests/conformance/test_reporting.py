@@ -115,8 +115,8 @@ def test_on_save_gets_it_once_after_the_commit(tmp_path: Path) -> None:
     [
         (0, "saved 0 bytes as "),
         (100, "saved 400 bytes as "),
-        (3000, "saved 12.00 kB as 12."),
-        (2500000, "saved 10.00 MB"),
+        (3000, "saved 12.0 kB as 12."),
+        (2500000, "saved 10.0 MB"),
     ],
 )
 def test_printed_sizes_fit_the_save(tmp_path: Path, elements: int, printed: str) -> None:
