@@ -18,5 +18,5 @@ def parse_json(text: bytes | str) -> Any:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text[:40]} is no finite number")
     return number
