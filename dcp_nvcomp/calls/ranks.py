@@ -47,7 +47,7 @@ _Called = tuple[str, int, str]  # the group's name, the number of the call in it
 def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.ProcessGroup | None:
     """Return the ranks that save or load together, None without torch.distributed; warn if a launcher started more."""
     if not no_dist and dist.is_available() and dist.is_initialized():
-        expect_registered(process_group)
+        _check_group(process_group)
         # what new_group returns on other ranks is a number
         if isinstance(process_group, int) or (process_group is not None and dist.get_rank(process_group) < 0):
             raise ConfigurationError(
@@ -70,7 +70,7 @@ def group_of(process_group: dist.ProcessGroup | None, *, no_dist: bool) -> dist.
     return None
 
 
-def expect_registered(process_group: dist.ProcessGroup | int | None) -> None:
+def _check_group(process_group: dist.ProcessGroup | int | None) -> None:
     """Refuse a group of a world that is gone: `destroy_process_group` was called, and a new world was made."""
     if process_group is not None and not isinstance(process_group, int):
         if not isinstance(process_group, dist.ProcessGroup):

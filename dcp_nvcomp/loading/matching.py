@@ -11,7 +11,6 @@ they were saved, with tensors of the destination where it has them; its own cont
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,6 +35,7 @@ from dcp_nvcomp.calls.values import (
 )
 from dcp_nvcomp.errors import CheckpointError, MissingKeyError
 from dcp_nvcomp.format.metadata.paths import SavedEntry, has_keys, paths_of
+from dcp_nvcomp.loading.mixed_kinds import of_one_kind
 
 # What torch.compile, DDP, activation checkpointing and FSDP1 put into the names of parameters.
 _WRAPPERS: Final = frozenset({"_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -44,8 +44,6 @@ _EXTRA_STATE: Final = "_extra_state"
 _GROUPS: Final = "param_groups"
 _STATE: Final = "state"
 _NAMES: Final = ("params", "param_names")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -232,7 +230,7 @@ class WholeValue:
 
 def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] = ()) -> Any:
     """Return nested containers with a place for each saved value."""
-    entries = _of_one_kind(own, entries)
+    entries = of_one_kind(own, entries)
     if not entries:
         return own
     if not entries[0].path and not isinstance(own, Mapping):  # a value that is no container
@@ -275,58 +273,6 @@ def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] =
                 fqn=own_fqn,
             )
     return nested(paths, values) if entries[0].path else values[entries[0].fqn]
-
-
-def _of_one_kind(own: Any, entries: Sequence[SavedEntry]) -> Sequence[SavedEntry]:
-    """Leave out what can't be in one state with the rest: ranks had a dict, a list and a value in the same place.
-
-    What the destination has there comes back in its kind. An empty container, and a destination that has nothing there,
-    get a container of Python objects; one with tensors belongs to the ranks that have a place for them.
-    """
-    inside: dict[Path, dict[type, list[SavedEntry]]] = {}
-    for entry in entries:
-        for end, part in enumerate(entry.path):
-            inside.setdefault(entry.path[:end], {}).setdefault(_container_of(part), []).append(entry)
-    values = {entry.path: entry for entry in entries}
-    mixed = [place for place, kinds in inside.items() if len(kinds) + (place in values) > 1]
-    if not mixed:
-        return entries
-    flat = flatten({"": own})
-    places = {path[1:]: flat.values[fqn] for fqn, path in flat.paths.items()}
-    chosen = {place: _kind_in(place, places, inside[place], place in values) for place in mixed}
-    left = [entry for entry in entries if all(_fits(entry.path, *one) for one in chosen.items())]
-    logger.warning(
-        "Ranks saved a container and a value, or a dict and a list, in the same place. These are left: %s",
-        ", ".join(repr(fqn) for fqn in sorted({entry.fqn for entry in entries} - {entry.fqn for entry in left})[:8]),
-    )
-    return left
-
-
-def _container_of(part: Any) -> type:
-    return list if type(part) is int else dict
-
-
-def _kind_in(
-    place: Path, own: Mapping[Path, Any], saved: Mapping[type, list[SavedEntry]], has_value: bool
-) -> type | None:
-    """Return the kind of container to take; None for the value."""
-    there = own.get(place)
-    kinds = {_container_of(path[len(place)]) for path in own if len(path) > len(place) and path[: len(place)] == place}
-    if place in own and (there or not isinstance(there, Mapping | list)):
-        wanted: list[type | None] = [None, dict, list]
-    elif kinds:
-        wanted = [*kinds, None, dict, list]
-    else:
-        first = list if isinstance(there, list) else dict
-        is_plain = not any(isinstance(one.item, TensorStorageMetadata) for one in saved.get(first, ()))
-        wanted = [first, None, dict, list] if is_plain else [None, first, dict, list]
-    return next(kind for kind in wanted if (has_value if kind is None else kind in saved))
-
-
-def _fits(path: Path, place: Path, kind: type | None) -> bool:
-    if path[: len(place)] != place:
-        return True
-    return kind is None if path == place else _container_of(path[len(place)]) is kind
 
 
 def _kind_of(above: SavedEntry) -> str:

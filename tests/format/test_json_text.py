@@ -1,4 +1,4 @@
-"""What a footer's JSON says of itself stays short, whoever wrote it."""
+"""Errors about JSON stay short, whatever is in it."""
 
 from __future__ import annotations
 
