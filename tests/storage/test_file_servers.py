@@ -467,7 +467,7 @@ def test_a_publish_does_not_wait_longer_than_the_deadline(place: Location) -> No
         began = time.monotonic()
         with within(filesystem, 1.0), pytest.raises(StorageError, match="open") as caught:
             filesystem.publish("a", b"new")
-        assert 0.5 < time.monotonic() - began < 5
+        assert time.monotonic() - began < 5 and caught.value.attempts > 1  # pauses have a random length
         assert caught.value.errno == errno.EBUSY and not caught.value.outcome_unknown
         assert filesystem.read_all("a", limit_nbytes=10) == b"old"
     assert filesystem.list_names() == ["a"]
