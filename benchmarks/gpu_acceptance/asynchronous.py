@@ -18,7 +18,7 @@ import torch
 from benchmarks.gpu_acceptance.host import MIB, Host
 from benchmarks.gpu_acceptance.made import State, made_state
 from benchmarks.gpu_acceptance.results import PLAIN_COPY, Probe
-from benchmarks.gpu_acceptance.saving import budget, differing, load, on_the_engine, warnings_of
+from benchmarks.gpu_acceptance.saving import budget, differing, left_to_the_cpu, load, on_the_engine, warnings_of
 from benchmarks.gpu_device import host_memory
 from benchmarks.measuring import Spread, available_nbytes
 from benchmarks.peers import data_nbytes, remove
@@ -95,6 +95,7 @@ class _Trial:
                 saving.staging_completion.result()
                 staged.append(time.perf_counter() - start)
                 stats = SaveStats.of(saving.upload_completion.result())
+        left_to_the_cpu(warned)
         assert stats is not None
         stored_nbytes = data_nbytes(path)
         if stats.staged_nbytes > stored_nbytes:

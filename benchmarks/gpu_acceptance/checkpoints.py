@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu_acceptance.host import MIB, Host
 from benchmarks.gpu_acceptance.made import State, made_state
 from benchmarks.gpu_acceptance.results import PLAIN_COPY, Probe
-from benchmarks.gpu_acceptance.saving import budget, on_the_engine, warnings_of
+from benchmarks.gpu_acceptance.saving import budget, left_to_the_cpu, on_the_engine, warnings_of
 from benchmarks.gpu_checkpoints import Way, measure, way_of
 from benchmarks.gpu_device import host_memory
 from benchmarks.measuring import Spread, available_nbytes, core_count
@@ -83,6 +83,7 @@ def _measured(
         in_memory = folder.is_relative_to("/dev/shm")
         for repeat in range(-1, host.pick(_REPEATS, 1)):
             measure(way, name, folder / "checkpoint", state, into, warm=repeat >= 0)
+    left_to_the_cpu(warned)
     saved, loaded = Spread(tuple(way.save_seconds)), Spread(tuple(way.load_seconds))
     row = {
         "writer": name,

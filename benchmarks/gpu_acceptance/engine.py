@@ -64,15 +64,15 @@ def probes(host: Host) -> Iterator[Probe]:
     for batch_mib in batches:
         yield f"auto, batches of {batch_mib} MiB", partial(_rates, shared, "auto", batch_mib)
     yield "staging", partial(_staging, shared, batches[1:3])
+    for batch_mib in batches[1:2]:
+        for action in ("encode", "decode"):
+            yield f"profile of {action}, batches of {batch_mib} MiB", partial(_profile, shared, action, batch_mib)
+            yield f"Python in {action}, batches of {batch_mib} MiB", partial(_python, shared, action, batch_mib)
     unchecked = partial(_rates, shared, "auto", batches[-2], check_encodes=False)
     yield f"auto, batches of {batches[-2]} MiB, not checked", unchecked
     for codec in host.pick(_CODECS, ()):
         for batch_mib in batches:
             yield f"{codec}, batches of {batch_mib} MiB", partial(_rates, shared, codec, batch_mib)
-    for batch_mib in batches[1:2]:
-        for action in ("encode", "decode"):
-            yield f"profile of {action}, batches of {batch_mib} MiB", partial(_profile, shared, action, batch_mib)
-            yield f"Python in {action}, batches of {batch_mib} MiB", partial(_python, shared, action, batch_mib)
 
 
 def _rates(shared: _Shared, codec: str, batch_mib: int, *, check_encodes: bool = True) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu_acceptance.host import Host
 from benchmarks.gpu_acceptance.results import Probe
-from benchmarks.gpu_acceptance.saving import budget, on_the_engine, warnings_of
+from benchmarks.gpu_acceptance.saving import budget, left_to_the_cpu, on_the_engine, warnings_of
 from benchmarks.processes import Ranks
 from dcp_nvcomp import NvcompReader, NvcompWriter
 
@@ -59,6 +59,7 @@ def _save(host: Host, path: Path) -> list[str]:
     state = _state(1, host.torch_device)
     with on_the_engine(host), warnings_of() as warned:
         dcp.save(state, storage_writer=NvcompWriter(path / "checkpoint", sync_files=False, **budget(host)))
+    left_to_the_cpu(warned)
     whole = _whole(state)
     if dist.get_rank() == 0:
         torch.save(whole, path / "whole.pt")
@@ -70,6 +71,7 @@ def _load(host: Host, path: Path) -> list[str]:
     state = _state(2, host.torch_device)
     with on_the_engine(host), warnings_of() as warned:
         dcp.load(state, storage_reader=NvcompReader(path / "checkpoint", **budget(host)))
+    left_to_the_cpu(warned)
     _assert_same(_whole(state), torch.load(path / "whole.pt"), "state")
     return warned
 

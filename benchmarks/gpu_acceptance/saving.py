@@ -16,7 +16,7 @@ from benchmarks.gpu_acceptance.host import MIB, Host
 from benchmarks.gpu_acceptance.made import State
 from dcp_nvcomp import NvcompReader, NvcompWriter
 
-__all__ = ["Memory", "budget", "differing", "load", "on_the_engine", "save", "warnings_of"]
+__all__ = ["Memory", "budget", "differing", "left_to_the_cpu", "load", "on_the_engine", "save", "warnings_of"]
 
 
 @contextmanager
@@ -94,6 +94,13 @@ def differing(found: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[
         for name, tensor in state.items()
         if not torch.equal(found[name].view(torch.uint8).to(tensor.device), tensor.view(torch.uint8))
     ]
+
+
+def left_to_the_cpu(warned: list[str]) -> None:
+    """Raise if the engine has warned that the CPU did some of its work: what was measured is not of a GPU."""
+    left = [message for message in warned if "CPU engine" in message]
+    if left:
+        raise AssertionError(left[0])
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dcp_nvcomp.engines import notices
 from dcp_nvcomp.engines.cuda.device import Kernels
 from dcp_nvcomp.engines.cuda.literals import LiteralCoders
 
@@ -49,6 +52,20 @@ def device(literals_library: ctypes.CDLL) -> GuardedDevice:
 @pytest.fixture(scope="module")
 def coders(device: GuardedDevice) -> LiteralCoders:
     return LiteralCoders(device)
+
+
+@pytest.fixture
+def nothing_falls_back(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail where the engine leaves a block to the CPU; a test that expects that says so.
+
+    The result would be right, and show nothing of the GPU. The engine logs it, as warnings are errors here.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+    said = [record.getMessage() for record in caplog.get_records("call") if record.name == notices.__name__]
+    assert not said, said
 
 
 @pytest.fixture

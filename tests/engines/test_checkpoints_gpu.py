@@ -21,21 +21,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.usefixtures("nothing_falls_back"),
 ]
 
 State = dict[str, torch.Tensor]
 
 LONG = 1_000_000_000  # clock cycles, about half a second
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def nothing_falls_back() -> Iterator[None]:
-    """The engine warns where it leaves a block to the CPU; a test that expects that says so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def a_state(nbytes: int = 64 * MIB) -> State:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -26,7 +25,11 @@ from . import cases
 from .cases import SIGNS, cpu_encode, decoded, encode, floats, tensor, weights
 
 REASON = cuda_unavailable_reason()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}"),
+    pytest.mark.usefixtures("nothing_falls_back"),
+]
 
 BUDGET = 256 << 20
 LITERALS_ONLY = Zstd(literals_only=True)
@@ -48,14 +51,6 @@ def device() -> CudaDevice:
 @pytest.fixture(scope="module")
 def engine(device: CudaDevice) -> CudaEngine:
     return CudaEngine(device.torch_device, EnginePolicy(BUDGET), backend=device)
-
-
-@pytest.fixture(autouse=True)
-def nothing_falls_back() -> Iterator[None]:
-    """The engine warns where it leaves a block to the CPU; a test that expects that says so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 on_gpu, job = partial(tensor, device="cuda"), partial(cases.job, device="cuda")

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import dcp_nvcomp
+from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Zstd
 from dcp_nvcomp.engines import choice
 from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EnginePolicy
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
@@ -124,6 +126,7 @@ def test_batches_make_do_with_what_scratch_memory_leaves() -> None:
     scratch = memory.take_scratch(MIB // 4, costs[:2])
     with memory.lending(scratch):
         assert memory.fitting(costs, 0, 8) == 6
+    del scratch
     assert memory.fitting(costs, 0, 8) == 8
     with pytest.raises(torch.OutOfMemoryError):
         memory.take_scratch(MIB, costs[:2])
@@ -274,6 +277,39 @@ def test_the_second_borrower_waits_for_the_first_engine() -> None:
 
 
 # ---- nvCOMP's part ---------------------------------------------------------------------------------------------------
+
+
+def test_the_self_test_passes_though_codecs_keep_their_scratch_memory() -> None:
+    """It coded by nvCOMP's Zstd and then by Deflate, in memory that was enough for either, on an H100."""
+    devices: list[StandInDevice] = []
+
+    def make(device: torch.device) -> StandInDevice:
+        devices.append(StandInDevice(ReferenceKernels()))
+        return devices[-1]
+
+    health = EnginePool(make).tested(CPU)
+    assert (health.unusable, health.refused) == (None, {})
+    assert {name for name, _ in devices[0].nvcomp.calls} == {"encode", "decode"}
+    assert devices[0].held_nbytes == 0, "nothing is kept of it"
+
+
+def test_batches_fit_beside_what_codecs_keep() -> None:
+    device = StandInDevice(ReferenceKernels())
+    engine = CudaEngine(CPU, EnginePolicy(8 * MIB), backend=device)
+    data = torch.randint(0, 9, (2 * MIB,), dtype=torch.uint8)
+    chains = [CodecChain(Bytes(), Zstd()), CodecChain(Bytes(), Deflate()), CodecChain(Bytes(), Zstd())]
+    for chain in chains:
+        blocks = list(data.split(MIB // 2))
+        encoded = [
+            CpuEngine().encode(block.numpy(), chain, memoryview(bytearray(chain.max_encoded_nbytes(block.numel()))))
+            for block in blocks
+        ]
+        outs = [torch.zeros_like(block) for block in blocks]
+        rows = zip(encoded, outs, strict=True)
+        device.peak_nbytes = device.held_nbytes
+        engine.decode([DecodeJob(one.data, one.row, chain, out) for one, out in rows], verify="stored")
+        assert all(torch.equal(out, block) for out, block in zip(outs, blocks, strict=True))
+        assert device.peak_nbytes <= 8 * MIB
 
 
 class Stream:

@@ -30,6 +30,8 @@ from dcp_nvcomp.engines.cuda.support import load_nvcomp
 # As cudaMalloc aligns at least; nvCOMP wants its scratch memory aligned to 256 at most.
 ALIGNMENT_NBYTES: Final = 512
 _LEAST_NBYTES: Final = 4096
+# One part in so many may be kept from batch to batch: nvCOMP's codecs keep the scratch memory of their largest batch.
+_KEPT_SHARE: Final = 8
 
 _INSTALLING = threading.Lock()
 
@@ -39,19 +41,26 @@ class _Region:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        skipped = -memory.data_ptr() % ALIGNMENT_NBYTES
-        self.gaps = [(skipped, memory.numel())]
+        self._skipped = -memory.data_ptr() % ALIGNMENT_NBYTES
+        self.gaps = [(self._skipped, memory.numel())]
         self.given_back: deque[tuple[int, int]] = deque()
 
     def take(self, nbytes: int) -> int | None:
         """Return the offset of a free run, the first that is long enough; None if there is none."""
-        while self.given_back:
-            self._merge(*self.given_back.popleft())
+        self._settle()
         for at, (start, stop) in enumerate(self.gaps):
             if stop - start >= nbytes:
                 self.gaps[at : at + 1] = [(start + nbytes, stop)] if stop - start > nbytes else []
                 return start
         return None
+
+    def used_nbytes(self) -> int:
+        self._settle()
+        return self.memory.numel() - self._skipped - sum(stop - start for start, stop in self.gaps)
+
+    def _settle(self) -> None:
+        while self.given_back:
+            self._merge(*self.given_back.popleft())
 
     def _merge(self, start: int, stop: int) -> None:
         at = next((at for at, gap in enumerate(self.gaps) if gap[0] > start), len(self.gaps))
@@ -93,6 +102,11 @@ class Arena:
         self._limit_nbytes = _LEAST_NBYTES
         self._refused_nbytes = sys.maxsize
         self._lent_nbytes = 0
+        self._keeper: Callable[[], Callable[[], None] | None] = lambda: None
+
+    def set_keeper(self, forget: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """Say what frees memory that is kept from batch to batch; called between batches only."""
+        self._keeper = forget
 
     @property
     def _reserved_nbytes(self) -> int:
@@ -104,6 +118,22 @@ class Arena:
         if self._region is None:
             self._reserve(self._limit_nbytes)
         return self._reserved_nbytes
+
+    def _kept_nbytes(self) -> int:
+        """Return how much is in use between batches, but for what is lent; if that is much, try to free it before."""
+        kept = self._used_nbytes() - self._lent_nbytes
+        if kept > self._limit_nbytes // _KEPT_SHARE:
+            self._forget()
+            kept = self._used_nbytes() - self._lent_nbytes
+        return max(kept, 0)
+
+    def _used_nbytes(self) -> int:
+        return 0 if self._region is None else self._region.used_nbytes()
+
+    def _forget(self) -> None:
+        forget = self._keeper()
+        if forget is not None:
+            forget()
 
     def reserve(self) -> None:
         """Reserve what the limit allows, or what there is of it."""
@@ -134,13 +164,13 @@ class Arena:
         """Make room for one batch that takes more than the limit, if the device has so much, until `settle`."""
         nbytes += self._lent_nbytes
         wanted_nbytes = _rounded(nbytes) + ALIGNMENT_NBYTES
-        if self.capacity_nbytes < nbytes and wanted_nbytes < self._refused_nbytes:
+        if self.capacity_nbytes - self._kept_nbytes() < nbytes and wanted_nbytes < self._refused_nbytes:
             self.release()
             self._try(wanted_nbytes)
 
     def fitting(self, costs: Sequence[int], start: int, most: int) -> int:
         """Return how many blocks make the next batch, and have room for them."""
-        room_nbytes = min(self.capacity_nbytes, self._limit_nbytes) - self._lent_nbytes
+        room_nbytes = min(self.capacity_nbytes, self._limit_nbytes) - self._lent_nbytes - self._kept_nbytes()
         count = fitting(costs, start, most, room_nbytes)
         if count == 1:
             self.grow(costs[start])
@@ -151,7 +181,7 @@ class Arena:
         need_nbytes = nbytes + max(costs)
         if len(costs) == 1:
             self.grow(need_nbytes)
-        elif need_nbytes > min(self.capacity_nbytes, self._limit_nbytes):
+        elif need_nbytes > min(self.capacity_nbytes, self._limit_nbytes) - self._kept_nbytes():
             raise torch.OutOfMemoryError(f"an engine does not have {need_nbytes} bytes")
         return self.empty(nbytes)
 
@@ -173,6 +203,7 @@ class Arena:
     def release(self) -> None:
         """Give all memory back that is not in use; what is in use follows when it no longer is."""
         if self._region is not None:
+            self._forget()
             self._region = None
             self._return_memory()
 

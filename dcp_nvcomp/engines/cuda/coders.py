@@ -179,6 +179,11 @@ class NvcompCoders:
     def _workspace(self, direction: str, kind: str) -> Workspace:
         return self._workspaces.get((direction, kind)) or _WORKSPACES.get((direction, kind), _NO_WORKSPACE)
 
+    def forget(self) -> None:
+        """Drop all codecs, and with them the scratch memory that each keeps; others are made when needed."""
+        self._decompress_configs.clear()
+        self._codecs.clear()
+
     @property
     def version(self) -> str:
         return str(self._device.nvcomp.__version__)

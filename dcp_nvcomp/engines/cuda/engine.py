@@ -14,6 +14,7 @@ CRC is compared with the one in the file; what differs is left to the CPU engine
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -59,6 +60,7 @@ class CudaEngine:
         self.health = health or DeviceHealth(str(device))
         self.memory = self._device.arena
         self.coders = DeviceCoders(self._device, self.health)
+        self.memory.set_keeper(weakref.WeakMethod(self.coders.forget))
         self._decoder = BatchDecoder(self._device, self.coders)
         self._checks = JobChecks()
         self._copying = CopyingEngine()

@@ -73,6 +73,10 @@ class DeviceCoders:
     def check_decodable(self, coder: Coder | None) -> None:
         self._nvcomp.check_decodable(coder)
 
+    def forget(self) -> None:
+        """Drop nvCOMP's codecs, which keep the scratch memory of their largest batch."""
+        self._nvcomp.forget()
+
     def encode_nbytes(self, coder: Coder, lengths: I64) -> int:
         return self._served_by(coder, ENCODE).encode_nbytes(coder, lengths)
 
