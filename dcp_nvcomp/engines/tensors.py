@@ -97,6 +97,30 @@ def host_values(tensor: torch.Tensor) -> HostArray:
         return host_array(without_lazy_bits(tensor))
 
 
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy in host memory, of a tensor whose elements lie in memory.
+
+    A strided tensor is made contiguous on its device first, which takes memory there. If there is none left, its runs
+    are copied one by one.
+    """
+    try:
+        return tensor.contiguous().cpu()
+    except torch.OutOfMemoryError:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        strides = tensor.stride()
+        by_stride = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+        _copy_runs(tensor.permute(by_stride), copy.permute(by_stride))
+        return copy
+
+
+def _copy_runs(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_contiguous():
+        target.copy_(source)
+        return
+    for part, to in zip(source, target, strict=True):
+        _copy_runs(part, to)
+
+
 def plain_allocate(nbytes: int) -> memoryview:
     """Host memory whose address is a multiple of 4096, for direct IO: the allocator's, which has some that was used."""
     raw = np.empty(nbytes + _ALIGNMENT_NBYTES, np.uint8)

@@ -11,6 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_nvcomp.engines.tensors import HostArray, host_array, is_transparent
 from dcp_nvcomp.errors import FileMismatchError, MetadataError, ShapeMismatchError
-from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, Strip, row_strip
+from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, Strip, element_span, row_strip
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, described, matches
@@ -304,8 +305,18 @@ class Region(Destination):
     def direct_on_device(self, block: Box) -> torch.Tensor | None:
         if not self._visible or not self._box.contains(block):
             return None
-        part = self._tensor[block.relative_to(self._box.offsets).index]
-        return part.reshape(-1).view(torch.uint8) if part.is_contiguous() else None
+        block = block.relative_to(self._box.offsets)
+        if self._run is None:
+            part = self._tensor[block.index]
+            return part.reshape(-1).view(torch.uint8) if part.is_contiguous() else None
+        first, stop = element_span(self._box.sizes, block)
+        nbytes = self._dtype.itemsize
+        return self._run[first * nbytes : stop * nbytes] if stop - first == block.elements else None
+
+    @cached_property
+    def _run(self) -> torch.Tensor | None:
+        """All of a contiguous tensor, as bytes: one operation of torch makes a block of it, and not several."""
+        return self._tensor.reshape(-1).view(torch.uint8) if self._tensor.is_contiguous() else None
 
     def place_bytes(self, block: Box, data: U8) -> None:
         # thousands of small tensors are wanted whole

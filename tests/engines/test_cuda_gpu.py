@@ -331,6 +331,8 @@ def test_without_memory_the_cpu_engine_takes_over(device: CudaDevice) -> None:
             encoded = encode(engine, tensors, chain)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+        engine.memory.release()
+        engine.memory.retry()  # the other tests' engine has the same
     assert len(caught) == 1
     assert [decoded(one, chain) for one in encoded] == [block.tobytes() for block in blocks]
 

@@ -290,7 +290,7 @@ def test_the_self_test_passes_though_codecs_keep_their_scratch_memory() -> None:
     health = EnginePool(make).tested(CPU)
     assert (health.unusable, health.refused) == (None, {})
     assert {name for name, _ in devices[0].nvcomp.calls} == {"encode", "decode"}
-    assert devices[0].held_nbytes == 0, "nothing is kept of it"
+    assert devices[0].held_nbytes <= MIB, "what it took beyond that is given back"
 
 
 def test_batches_fit_beside_what_codecs_keep() -> None:

@@ -69,7 +69,10 @@ class EncodeJob:
     def bytes(self, empty: Callable[[int], Tensor]) -> Tensor:
         """Return the block as a contiguous uint8 tensor: a view if possible, else a copy."""
         if self.is_run:
-            return self.tensors[0].reshape(-1).view(torch.uint8)
+            (tensor,) = self.tensors
+            if tensor.dtype == torch.uint8 and tensor.dim() == 1:
+                return tensor
+            return tensor.reshape(-1).view(torch.uint8)
         copy, start = empty(self.nbytes), 0
         for tensor in self.tensors:
             stop = start + tensor.numel() * tensor.element_size()

@@ -21,6 +21,7 @@ from dcp_nvcomp.engines.cuda.decode import DecodeJob
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
+from dcp_nvcomp.engines.tensors import host_copy
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
 
@@ -153,7 +154,7 @@ class CopyingEngine:
 
 def to_host(tensors: Sequence[Tensor]) -> U8:
     """Return the bytes of tensors, one after the other, in host memory."""
-    runs = [tensor.contiguous().reshape(-1).view(torch.uint8).cpu() for tensor in tensors]
+    runs = [host_copy(tensor).reshape(-1).view(torch.uint8) for tensor in tensors]
     host: U8 = (runs[0] if len(runs) == 1 else torch.cat(runs)).numpy()
     return host
 

@@ -36,7 +36,7 @@ from dcp_nvcomp.codecs.choose import (
 )
 from dcp_nvcomp.codecs.registry import check_chain
 from dcp_nvcomp.engines.cuda.coders import stamped_chain
-from dcp_nvcomp.engines.tensors import HostArray, host_array
+from dcp_nvcomp.engines.tensors import HostArray, host_array, host_copy
 from dcp_nvcomp.format.block_grid import BlockGrid
 from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.saving.encode.sources import ChainChoice, Workbench, block_bytes
@@ -238,7 +238,7 @@ def _device_sample(tensor: torch.Tensor) -> U8:
     flat, wanted = tensor.view(-1), _LOOKED_AT // _PIECES
     step = flat.numel() // _PIECES
     some = flat[:_LOOKED_AT] if step <= wanted else flat[: _PIECES * step].view(_PIECES, step)[:, :wanted]
-    return host_array(some.contiguous().cpu()).reshape(-1).view(np.uint8)
+    return host_array(host_copy(some)).reshape(-1).view(np.uint8)
 
 
 def _sample(place: _Place, element: ElementType, scratch: ScratchArrays) -> U8:
@@ -329,7 +329,7 @@ def spread_sample(tensor: torch.Tensor, nbytes: int, pieces: int = 4) -> U8:
     """Return bytes from several places of a tensor, to measure codecs on."""
     width = tensor.element_size()
     if tensor.numel() * width <= nbytes:
-        parts = [tensor.reshape(-1)]
+        parts = [tensor]
     elif tensor.is_contiguous():
         flat, count = tensor.view(-1), nbytes // pieces // width
         step = (tensor.numel() - count) // max(pieces - 1, 1)
@@ -338,12 +338,12 @@ def spread_sample(tensor: torch.Tensor, nbytes: int, pieces: int = 4) -> U8:
         # boxes of a strided tensor, so that no full-size copy is ever made
         places = sorted({tensor.shape[0] * at // pieces for at in range(pieces)})
         parts = [_leading(tensor[at:], nbytes // pieces // width) for at in places]
-    return np.concatenate([host_array(part.cpu().contiguous()).view(np.uint8) for part in parts])
+    return np.concatenate([host_array(host_copy(part)).reshape(-1).view(np.uint8) for part in parts])
 
 
 def _leading(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return at most `count` elements, and at least one, from the start of a strided tensor, as a run."""
+    """Return at most `count` elements, and at least one, from the start of a strided tensor."""
     for dim in range(tensor.dim()):
         inner = math.prod(tensor.shape[dim + 1 :])
         tensor = tensor.narrow(dim, 0, max(1, min(tensor.shape[dim], count // inner)))
-    return tensor.reshape(-1)
+    return tensor

@@ -18,8 +18,8 @@ from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
-from dcp_nvcomp.engines.tensors import HostArray
-from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, row_strip, strips
+from dcp_nvcomp.engines.tensors import HostArray, host_copy
+from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, element_span, row_strip, strips
 from dcp_nvcomp.format.record import KIND_PACK, Record
 
 U8 = npt.NDArray[np.uint8]
@@ -150,7 +150,7 @@ class AcceleratorSource(_HostEncoded):
             # this thread has a current stream of its own, which does not wait for the caller's
             if self.ready is not None:
                 torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
-            block: U8 = self.tensor[box.index].contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+            block: U8 = host_copy(self.tensor[box.index]).reshape(-1).view(torch.uint8).numpy()
             assert block.dtype == np.uint8
             yield _one_row(block)
 
@@ -181,7 +181,17 @@ class _CudaEncoded(Source):
 class CudaSource(_CudaEncoded):
     def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
         (tensor,) = self.tensors
-        return [EncodeJob((tensor[box.index],), chain, self.ready) for box in boxes]
+        if not tensor.is_contiguous():
+            return [EncodeJob((tensor[box.index],), chain, self.ready) for box in boxes]
+        # one operation of torch for each block, and not several, after each of which threads contend
+        run, nbytes = tensor.reshape(-1).view(torch.uint8), tensor.element_size()
+        jobs = []
+        for box in boxes:
+            first, stop = element_span(tensor.shape, box)
+            is_run = stop - first == box.elements
+            part = run[first * nbytes : stop * nbytes] if is_run else tensor[box.index]
+            jobs.append(EncodeJob((part,), chain, self.ready))
+        return jobs
 
 
 class CudaPackSource(_CudaEncoded):
