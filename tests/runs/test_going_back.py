@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ def _state(value: float) -> dict[str, Any]:
 
 def _save(path: Path, values: dict[int, float], *, back_to: int | None = None, **options: Any) -> list[int]:
     """Save steps, perhaps after going back; return the complete ones."""
-    with CheckpointManager(path, every=1, run_id="job", **options) as manager:
+    with CheckpointManager(path, **{"every": 1, "run_id": "job", **options}) as manager:
         if back_to is not None:
             restored = manager.restore(_state(-1.0), back_to)
             assert restored is not None and restored.step == back_to
@@ -142,3 +143,46 @@ def test_on_several_nodes(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(jobs.restore, tmp_path, 35, **options)
     for node in (0, 1):
         assert sorted(path.name for path in jobs.fast_of(tmp_path, node).glob("step-*")) == ["step-30", "step-35"]
+
+
+def _fast(fast: Path) -> dict[str, Any]:
+    return {"fast": fast, "fast_every": 1, "fast_keep": 4, "every": 10}
+
+
+def test_a_step_that_was_left_behind_is_so_beside_another_save_of_it(tmp_path: Path) -> None:
+    run, fast = tmp_path / "run", tmp_path / "fast"
+    _save(run, {10: 1.0, 16: 1.6})
+    _save(run, {12: 2.2, 16: 2.6}, back_to=10, **_fast(fast))
+    assert _newest(run, **_fast(fast)) == (16, pytest.approx(2.6))
+    with CheckpointManager(run, run_id="job", keep=Keep(last=2), **_fast(fast)) as manager:
+        assert manager.restore(_state(-1.0)) is not None
+        manager.save(20, _state(2.0))
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-10", "step-20"]
+
+
+def test_what_was_left_behind_does_not_come_back_where_the_fast_tier_is_lost(tmp_path: Path) -> None:
+    run, fast = tmp_path / "run", tmp_path / "fast"
+    _save(run, {10: 1.0, 16: 1.6})
+    _save(run, {12: 2.2, 16: 2.6}, back_to=10, **_fast(fast))
+    with CheckpointManager(run, run_id="job", **_fast(fast)) as manager:
+        assert manager.restore(_state(-1.0)) is not None
+        manager.save(17, _state(2.7))
+    shutil.rmtree(fast)
+    assert _newest(run, **_fast(fast)) == (10, 1.0)
+
+
+def test_what_a_node_that_was_away_brings_back_stays_behind(tmp_path: Path) -> None:
+    run, fast, away = tmp_path / "run", tmp_path / "fast", tmp_path / "away"
+    _save(run, {10: 1.0, 16: 1.6}, **_fast(fast))
+    shutil.copytree(fast, away)
+    _save(run, {12: 2.2}, back_to=10, **_fast(fast))  # 16 is left behind, of which the fast tier loses its files
+    _save(run, {11: 3.1}, back_to=10, **_fast(fast))
+    assert _newest(run, **_fast(away)) == (10, 1.0)
+
+
+def test_a_newer_save_beside_one_that_was_left_behind_is_left_behind_too(tmp_path: Path) -> None:
+    run, fast = tmp_path / "run", tmp_path / "fast"
+    _save(run, {10: 1.0, 16: 1.6})
+    _save(run, {12: 2.2, 16: 2.6}, back_to=10, **_fast(fast))
+    _save(run, {13: 3.3}, back_to=12, **_fast(fast))
+    assert _newest(run, **_fast(fast)) == (13, pytest.approx(3.3))

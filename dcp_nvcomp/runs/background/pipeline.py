@@ -166,11 +166,12 @@ class Pipeline:
         self._on_their_way.add(save.step)
         self._durable_thread.do(lambda: self._end_upload(save, written, senders))
 
-    def go_back(self, abandoned: Abandoned) -> None:
+    def go_back(self, abandoned: Abandoned, restored_step: int) -> None:
         """Leave saves behind; nothing is on its way."""
-        self._durable_stage.go_back(abandoned)
+        self._durable_stage.go_back(abandoned, restored_step)
         if self._fast_stage is not None:
-            self._fast_stage.leave_behind(abandoned.saves.keys())
+            # of the step that was restored, another save may be named, and its own files are here
+            self._fast_stage.leave_behind(abandoned.saves.keys() - {restored_step})
 
     def remember_fast(self, steps: Collection[int]) -> None:
         assert self._fast_stage is not None

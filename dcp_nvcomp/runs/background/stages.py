@@ -149,8 +149,10 @@ class DurableStage:
         self._abandoned = {saved.step for saved in there.abandoned}
         self._new: set[int] = set()  # not opened since they were saved
 
-    def go_back(self, abandoned: Abandoned) -> None:
-        known, left = self._abandoned | self._complete, abandoned.saves.keys()
+    def go_back(self, abandoned: Abandoned, restored_step: int) -> None:
+        known, left = self._abandoned | self._complete, set(abandoned.saves)
+        if restored_step in self._complete:  # then it is another save of this step that is named
+            left.discard(restored_step)
         self._abandoned = (known & left) - abandoned.damaged
         self._complete = known - left
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,19 @@ class _Attempt:
     damaged: tuple[tuple[str, str], ...]  # copies that are damaged or can't be read, as pairs of node and file
 
 
+@dataclass(frozen=True)
+class _Plan:
+    restored_step: int
+    abandoned: Abandoned  # all that the run has left behind once it saves
+
+
 class Restoring:
     def __init__(self, ranks: Ranks, run: RunContext, pipeline: Pipeline, progress: RunProgress) -> None:
         self._ranks, self._pipeline, self._group, self._progress = ranks, pipeline, run.group, progress
         self._run, self._nodes, self._fast, self._durable = run, run.nodes, run.fast, run.durable
         self._reader_options = run.options.for_durable_reader
-        self._to_abandon: Abandoned | None = None
-        self._damaged: frozenset[int] = frozenset()
+        self._to_abandon: _Plan | None = None
+        self._abandoned = Abandoned()
 
     def restore(
         self,
@@ -85,11 +91,11 @@ class Restoring:
             room.looked([one.step for one in found if one.has_durable or one.is_complete_on_nodes])
         event, restored = self._newest(state, wanted, fallback=fallback and step is None)
         if room is not None:
-            # not newer ones, which turned out damaged, or are left behind
-            durable = [one.step for one in found if one.is_safe and one.step <= event.step]
-            room.restored(max(durable, default=-1))
+            # not newer ones, which turned out damaged, nor other saves of this step
+            durable = [one.step for one in found if one.is_safe and not one.is_abandoned and one.step < event.step]
+            room.restored(event.step if restored.is_safe else max(durable, default=-1))
         self._progress.go_on_from(restored.saved.run_seconds)
-        self._plan_to_abandon(event, found)
+        self._plan_to_abandon(restored, event.damaged, found)
         ours = [one for one in found if not one.is_abandoned and one.step < event.step]
         ours = [restored, *ours] if not restored.is_abandoned else ours  # without the copies that are damaged
         self._go_on_with_uploads(ours)
@@ -197,7 +203,7 @@ class Restoring:
                 mine = self._fast.held()
             except CheckpointError as error:  # copies are for that
                 logger.warning("What the fast tier holds can't be read, so it counts as nothing: %s", error)
-        self._damaged = abandoned.damaged
+        self._abandoned = abandoned
         on_nodes = [(self._nodes.node_of(rank), steps) for rank, steps in enumerate(self._ranks.gather(mine)) if steps]
         if self._ranks.is_first:
             for step, problem in listed.misnamed.items():
@@ -205,21 +211,28 @@ class Restoring:
         durable = [*listed.complete, *listed.abandoned, *listed.damaged]
         return candidates(durable, on_nodes, abandoned, listed.damaged)
 
-    def _plan_to_abandon(self, restored: StepRestored, found: Sequence[Candidate]) -> None:
-        """Plan what the next save leaves behind: what is newer than the step that was restored, damaged or not."""
-        before = _save_ids(one for one in found if one.is_abandoned and one.step != restored.step)
+    def _plan_to_abandon(self, restored: Candidate, damaged: Collection[int], found: Sequence[Candidate]) -> None:
+        """Plan what the next save leaves behind: what is newer than the save that was restored, damaged or not."""
         newer = _save_ids(one for one in found if one.step > restored.step)
-        is_back = any(one.is_abandoned and one.step == restored.step for one in found)
-        damaged = (self._damaged | set(restored.damaged)) & {*before, *newer}
-        changes = is_back or bool(newer.keys() - before.keys())
-        self._to_abandon = Abandoned({**before, **newer}, frozenset(damaged)) if changes else None
+        # those too that are seen nowhere now: a node that is away may have them
+        saves = dict(self._abandoned.saves)
+        if restored.is_abandoned:  # it comes back; another save of this step that was left behind does not
+            saves[restored.step] -= restored.save_ids | {restored.saved.replica_id}
+        for step, save_ids in newer.items():
+            saves[step] = saves.get(step, frozenset()) | save_ids
+        if saves == self._abandoned.saves:
+            self._to_abandon = None
+            return
+        saves = {step: save_ids for step, save_ids in saves.items() if save_ids}
+        known_damaged = (self._abandoned.damaged | set(damaged)) & saves.keys()
+        self._to_abandon = _Plan(restored.step, Abandoned(saves, frozenset(known_damaged)))
 
     def go_back(self) -> None:
         """Leave behind what is newer than a step that was asked for and restored; called before each save."""
-        abandoned = self._to_abandon
-        if abandoned is not None:
-            self._ranks.on_one(lambda: write_abandoned(self._durable.open_own(), abandoned))
-            self._pipeline.go_back(abandoned)
+        plan = self._to_abandon
+        if plan is not None:
+            self._ranks.on_one(lambda: write_abandoned(self._durable.open_own(), plan.abandoned))
+            self._pipeline.go_back(plan.abandoned, plan.restored_step)
             self._to_abandon = None  # only now: if writing it failed, the next save does it
 
     def _go_on_with_uploads(self, found: Sequence[Candidate]) -> None:
