@@ -45,9 +45,17 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _published(step: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step without what its processes printed, and tracebacks: they name the paths of a machine."""
+    """Return a step without what its processes printed, and tracebacks: they name the paths of a machine.
+
+    One that was under way when its part ended has failed, and its last probe timed out.
+    """
     probes = {name: {key: one[key] for key in one if key != "trace"} for name, one in step["probes"].items()}
-    return {**{key: step[key] for key in step if key != "output"}, "probes": probes}
+    cut = {"status": "timed out", "reason": "the time of the run was up"}
+    probes = {name: cut if one["status"] == "running" else one for name, one in probes.items()}
+    status = step["status"]
+    if status == "not run" and any(one["status"] != "not run" for one in probes.values()):
+        status = "failed"
+    return {**{key: step[key] for key in step if key != "output"}, "status": status, "probes": probes}
 
 
 def main() -> None:

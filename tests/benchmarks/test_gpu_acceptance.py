@@ -183,11 +183,20 @@ def test_parts_become_one_run() -> None:
     common = {"stand_in": False, "complete": True, "notes": [], "command": "python -m x --out DIR --step versions"}
     row = {"codec": "auto", "device_encode_rate": {"median": 250.0}, "device_decode_rate": {"median": 1.0}}
     engine = {"about": "", "status": "passed", "probes": {"a": {"status": "passed", "rows": {"engine": [row]}}}}
-    first = {**common, **machine, "steps": {"engine": {**engine, "probes": {}}, "versions": {"probes": {}}}}
+    first = {
+        **common,
+        **machine,
+        "steps": {"engine": {**engine, "probes": {}}, "versions": {"status": "passed", "probes": {}}},
+    }
     joined = merge.merged([first, {**common, "steps": {"engine": engine}}])
     assert list(joined["steps"]) == ["versions", "engine"] and joined["command"] == "python -m x --out DIR"
     assert joined["tables"]["engine"]["rows"] == [row]
     assert [check["met"] for check in joined["checks"]] == [True, False]
+    probes = {"a": {"status": "passed"}, "b": {"status": "running"}, "c": {"status": "not run"}}
+    cut = {**common, "complete": False, "steps": {"raw": {"status": "not run", "probes": probes, "output": "/tmp"}}}
+    joined = merge.merged([first, cut])
+    assert not joined["complete"] and joined["steps"]["raw"]["status"] == "failed"
+    assert [one["status"] for one in joined["steps"]["raw"]["probes"].values()] == ["passed", "timed out", "not run"]
     with pytest.raises(ValueError, match="should be of one"):
         merge.merged([first, {**first, "machine": {"gpu": "another"}}])
     with pytest.raises(ValueError, match="should be of one"):
