@@ -194,10 +194,7 @@ class _Look:
         by_name = {file.name.rpartition("/")[2]: file for file in files}
         ranks = [name for name in by_name if rank_of_metadata_name(name) is not None]
         roots = [METADATA_NAME] if METADATA_NAME in by_name else sorted(ranks)
-        if self._seen.has(folder, identity):
-            summary, problem = self._summary(by_name.get(METADATA_NAME)), ""
-        else:
-            summary, problem = self._opened(folder, roots, by_name)
+        summary, problem = self._known(folder, identity, by_name) or self._opened(folder, roots, by_name)
         step = self._step(folder, by_name, roots, summary, problem)
         if step.state == COMPLETE:
             self._seen.note(folder, identity, step)
@@ -210,13 +207,20 @@ class _Look:
         with self._one_large if is_large else contextlib.nullcontext():
             return look_into(self._filesystem, folder, roots, self._sizes)
 
-    def _summary(self, root: FileInfo | None) -> Summary | None:
-        if root is None:
+    def _known(self, folder: str, identity: str, by_name: Mapping[str, FileInfo]) -> tuple[Summary | None, str] | None:
+        """Return the summary of a checkpoint that was seen complete; None for others, and if it can't be read now.
+
+        Without its summary a step would seem to have no metrics, by which rules keep the best.
+        """
+        root = by_name.get(METADATA_NAME)
+        if not self._seen.has(folder, identity):
             return None
+        if root is None:
+            return None, ""
         start = max(root.nbytes - SUMMARY_NBYTES, 0)
         try:
-            return summary_at_end(self._filesystem.read(root.name, start, root.nbytes))
-        except CheckpointError:  # replaced or removed since it was listed
+            return summary_at_end(self._filesystem.read(root.name, start, root.nbytes)), ""
+        except CheckpointError:  # it may have been replaced or removed since it was listed
             return None
 
     def _step(

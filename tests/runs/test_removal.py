@@ -20,6 +20,7 @@ from dcp_nvcomp.runs.steps import StepNames, remove_step
 from dcp_nvcomp.runs.tiers import durable as durable_tier
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.storage.base import temporary_name
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads
 from tests.faults.intercept import POSIX_CALLS, intercept_system_calls
@@ -340,3 +341,26 @@ def test_a_step_without_its_copies_pushes_nothing_out(tmp_path: Path, monkeypatc
         assert _fast_steps(tmp_path) == ["step-2", "step-3", "step-4"]
         _save_steps(manager, 5)
     assert _fast_steps(tmp_path) == ["step-4", "step-5"]
+
+
+def test_a_step_whose_summary_cannot_be_read_is_not_taken_for_one_without_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By `best`, it would go."""
+    keep = Keep(last=1, best=Best("loss", "min"))
+    with CheckpointManager(tmp_path, every=1, keep=keep, run_id="job") as manager:
+        manager.save(1, STATE, metrics={"loss": 0.1})
+        manager.save(2, STATE, metrics={"loss": 0.5})
+    read, failed = PosixFilesystem.read, list[str]()
+
+    def fails_once(self: PosixFilesystem, name: str, start: int, stop: int) -> bytes:
+        if name == "step-1/.metadata" and not failed:
+            failed.append(name)
+            raise StorageError("Input/output error", path=name)
+        return read(self, name, start, stop)
+
+    with CheckpointManager(tmp_path, every=1, keep=keep, run_id="job") as manager:
+        monkeypatch.setattr(PosixFilesystem, "read", fails_once)
+        manager._durable._seen = None
+        manager.save(3, STATE, metrics={"loss": 0.7})
+    assert failed and steps_in(tmp_path) == [1, 3]

@@ -181,7 +181,7 @@ class DurableTier:
                     continue
                 try:
                     with contextlib.closing(self.open(step)) as filesystem:
-                        if listed is not None and reason == BEGUN and filesystem.file_nbytes(REMOVING) is None:
+                        if reason == BEGUN and filesystem.file_nbytes(REMOVING) is None:
                             continue  # a save has taken the mark away since
                         if remove_step(filesystem, functools.partial(is_wanted, step, filesystem)):
                             gone.append(step)

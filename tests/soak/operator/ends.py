@@ -8,7 +8,7 @@ from typing import Any
 
 from .disturbances import Scene
 from .look import Seen, folders_of
-from .oracle import Before, Finding
+from .oracle import Before, Finding, Place
 
 SIDE_SECONDS = 60.0
 ALL_DAMAGED = "all damaged"
@@ -19,25 +19,31 @@ _RAW = re.compile(
 
 def note_words(scene: Scene, before: Before) -> None:
     """Tell the oracle what the ranks began, and where they went back to."""
-    restored: Mapping[str, Any] | None = None
+    # of each rank: another one may have begun to save before this one is through with the same restore
+    restored: dict[int, Mapping[str, Any]] = {}
     newer: set[tuple[int, int]] = set()
     for word in scene.running.all_words("restored", "looked", "back", "saving", "saved"):
+        rank = word["rank"]
         if word["what"] == "saving":
             scene.oracle.saving(word["step"], word["tag"], word["line"], word["loss"])
-            if restored is not None and restored["step"] is not None:
-                saved = [one for one in scene.running.all_words("saved") if one["tag"] == word["tag"]]
-                is_sure = len(saved) == scene.running.count
-                at = restored["step"], restored["tag"]
-                everything = before.sure | before.possible | newer
-                if any(step > at[0] for step, _ in everything) or at[1] in scene.oracle.left:
-                    scene.oracle.went_back(before, at, {*before.possible, *newer}, is_sure=is_sure)
-            restored = None
-            newer.add((word["step"], word["tag"]))
+            place, at = (word["step"], word["tag"]), restored.pop(rank, None)
+            if at is not None and at["step"] is not None and place not in newer:
+                _note_where(scene, before, (at["step"], at["tag"]), word["tag"], newer)
+            newer.add(place)
         elif word["what"] in ("restored", "looked"):
-            restored = word
+            restored[rank] = word
         elif word["what"] == "back":
             # who is killed in it may have gone back or not
-            restored = {"step": word["step"], "tag": -1} if restored is None else restored
+            restored.setdefault(rank, {"step": word["step"], "tag": -1})
+
+
+def _note_where(scene: Scene, before: Before, at: Place, tag: int, newer: set[Place]) -> None:
+    """Tell the oracle from where a save began, if it left something behind."""
+    saved = [one for one in scene.running.all_words("saved") if one["tag"] == tag]
+    is_sure = len(saved) == scene.running.count
+    everything = before.sure | before.possible | newer
+    if any(step > at[0] for step, _ in everything) or at[1] in scene.oracle.left:
+        scene.oracle.went_back(before, at, {*before.possible, *newer}, is_sure=is_sure)
 
 
 def check_ends(scene: Scene, before: Before, after: Before) -> str:
