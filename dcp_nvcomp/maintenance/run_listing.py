@@ -207,7 +207,9 @@ class _Look:
         with self._one_large if is_large else contextlib.nullcontext():
             return look_into(self._filesystem, folder, roots, self._sizes)
 
-    def _known(self, folder: str, identity: str, by_name: Mapping[str, FileInfo]) -> tuple[Summary | None, str] | None:
+    def _known(
+        self, folder: str, identity: str | None, by_name: Mapping[str, FileInfo]
+    ) -> tuple[Summary | None, str] | None:
         """Return the summary of a checkpoint that was seen complete; None for others, and if it can't be read now.
 
         Without its summary a step would seem to have no metrics, by which rules keep the best.
