@@ -3,7 +3,7 @@
     .run/id             <id, 32 hexadecimal digits>, and the run's root, without links and secrets
     .run/pin-<step>     a step that no rule removes, because someone elsewhere needs it
     .run/kept           {"schema": 1, "steps": {"<step>": ["last 3", "best loss"]}}, for people who list the run
-    .run/abandoned      {"schema": 1, "saves": {"<step>": ["<save id>", ...]}, "damaged": [<step>, ...]}
+    .run/abandoned      {"schema": 1, "saves": {"<step>": ["<save id>", ...]}, "damaged": ["<save id>", ...]}
 
 A manager looks for pins right before it removes a step; whoever pins looks, after the pin is there, whether the step
 still is. A save that `abandoned` names is no part of the run any more, which went back to an earlier step: it is not
@@ -122,12 +122,19 @@ def read_kept(own: Filesystem) -> dict[int, tuple[str, ...]]:
 class Abandoned:
     # ids by step; of what replicas saved each for itself also what these have in common: not all of them may be seen
     saves: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    damaged: frozenset[int] = frozenset()  # the steps of those that turned out damaged
+    damaged: frozenset[str] = frozenset()  # the ids of those that turned out damaged
 
     def has(self, step: int, save_id: str, replica_id: str = "") -> bool:
         """Return whether a save is one of them, or another replica's save of the same state is."""
         known = self.saves.get(step, frozenset())
         return save_id in known or (replica_id != "" and replica_id in known)
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    abandoned: Abandoned  # all that the run has left behind once it saves
+    durable: frozenset[int]  # the steps of which the durable tier has nothing else
+    on_nodes: frozenset[int]  # the steps of which there is nothing else
 
 
 def write_abandoned(own: Filesystem, abandoned: Abandoned) -> None:
@@ -149,7 +156,10 @@ def read_abandoned(own: Filesystem) -> Abandoned:
             int(step): frozenset([found] if isinstance(found, str) else map(str, found))
             for step, found in document["saves"].items()
         }
-        return Abandoned(saves, frozenset(map(int, document.get("damaged", ()))))
+        damaged = document.get("damaged", ())
+        if not all(isinstance(one, str | int) for one in damaged):
+            raise TypeError("damaged")
+        return Abandoned(saves, frozenset(one for one in damaged if isinstance(one, str)))  # once there were steps
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StorageError(
             "It says which steps the run has left behind, and is damaged: remove it if there are none.",

@@ -78,8 +78,8 @@ def list_steps(
     known = Abandoned() if abandoned is None else abandoned
     left = tuple(saved for saved in complete if known.has(saved.step, saved.save_id, saved.replica_id))
     complete = tuple(saved for saved in complete if saved not in left)
-    damaged = (*damaged, *(saved for saved in left if saved.step in known.damaged))
-    left = tuple(saved for saved in left if saved.step not in known.damaged)
+    damaged = (*damaged, *(saved for saved in left if saved.save_id in known.damaged))
+    left = tuple(saved for saved in left if saved.save_id not in known.damaged)
     misnamed = {
         step: one.problem
         for one in found

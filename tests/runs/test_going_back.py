@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, ConfigurationError, Keep, StorageError, load
-from dcp_nvcomp.runs import pin_step
+from dcp_nvcomp.runs import SavedStep, pin_step
+from dcp_nvcomp.runs.own_files import Abandoned, read_kept
+from dcp_nvcomp.runs.restoring.candidates import candidates
+from dcp_nvcomp.runs.restoring.restore import Restoring
+from dcp_nvcomp.runs.tiers.fast import HeldStep
+from dcp_nvcomp.storage.open import open_filesystem
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
 
@@ -186,3 +191,60 @@ def test_a_newer_save_beside_one_that_was_left_behind_is_left_behind_too(tmp_pat
     _save(run, {12: 2.2, 16: 2.6}, back_to=10, **_fast(fast))
     _save(run, {13: 3.3}, back_to=12, **_fast(fast))
     assert _newest(run, **_fast(fast)) == (13, pytest.approx(3.3))
+
+
+def test_what_was_saved_again_since_stays_in_the_fast_tier(tmp_path: Path) -> None:
+    run, fast = tmp_path / "run", tmp_path / "fast"
+    options = {**_fast(fast), "fast_keep": 9}
+    _save(run, {step: float(step) for step in range(10, 17)}, **options)
+    _save(run, {step: step + 0.5 for step in range(11, 17)}, back_to=10, **options)
+    _save(run, {15: 15.7}, back_to=14, **options)
+    assert sorted(path.name for path in fast.glob("step-*")) == [f"step-{step}" for step in range(10, 16)]
+    for step in (14, 15):
+        shutil.rmtree(fast / f"step-{step}")
+    assert _newest(run, **options) == (13, 13.5)
+
+
+def test_what_people_are_told_of_steps_that_were_saved_again(tmp_path: Path) -> None:
+    for back_to, steps in ((None, (10, 12, 14, 16)), (10, (12, 14, 16)), (14, (18,))):
+        _save(tmp_path, {step: float(step) for step in steps}, back_to=back_to)
+    assert read_kept(open_filesystem(tmp_path / ".run")) == {
+        10: ("all",), 12: ("all",), 14: ("all",), 16: ("abandoned",), 18: ("all",)
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Step 16 is damaged")
+def test_a_later_save_of_a_step_that_turned_out_damaged_is_not_damaged(tmp_path: Path) -> None:
+    _save(tmp_path, {10: 1.0, 14: 1.4, 16: 1.6})
+    for file in (tmp_path / "step-16").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:-9] + b"x" * 9)
+    with CheckpointManager(tmp_path, every=1, run_id="job") as manager:
+        restored = manager.restore(_state(-1.0))
+        assert restored is not None and restored.step == 14
+        for step in (15, 16, 17):
+            manager.save(step, _state(float(step)))
+    assert _save(tmp_path, {18: 1.0, 19: 1.0, 20: 1.0}, back_to=15, keep=Keep(last=2)) == [19, 20]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-19", "step-20"]
+
+
+def test_replicas_are_left_behind_and_brought_back_together(tmp_path: Path) -> None:
+    """Whichever of the nodes are there."""
+
+    def held(step: int, save_id: str, replica_id: str) -> HeldStep:
+        files = {f"__0_0_{save_id}.distcp": 10}
+        return HeldStep(step, files, SavedStep(step, 1.0, {}, save_id, 10, replica_id, 1.0, 1), files, is_equal=True)
+
+    first = ("node-0", [held(10, "a10", "r10"), held(16, "a16", "r16")])
+    second = ("node-1", [held(10, "b10", "r10"), held(16, "b16", "r16")])
+    restoring = Restoring.__new__(Restoring)
+    restoring._abandoned = Abandoned()
+    found = candidates([], [first])
+    restoring._plan_to_abandon(found[1], (), found)
+    assert restoring._to_abandon is not None
+    restoring._abandoned = left = restoring._to_abandon.abandoned
+    assert [one.is_abandoned for one in candidates([], [first, second], left)] == [True, False]
+    found = candidates([], [second], left)
+    restoring._plan_to_abandon(found[0], (), found)
+    assert restoring._to_abandon is not None
+    back = restoring._to_abandon.abandoned
+    assert [one.is_abandoned for one in candidates([], [first, second], back)] == [False, False]

@@ -24,7 +24,7 @@ from dcp_nvcomp.runs.agreement import Failures, Ranks
 from dcp_nvcomp.runs.background.stages import Background, DurableStage, FastStage, OnTheirWay
 from dcp_nvcomp.runs.events import StepSkipped
 from dcp_nvcomp.runs.options import RunContext
-from dcp_nvcomp.runs.own_files import Abandoned
+from dcp_nvcomp.runs.own_files import LeftBehind
 from dcp_nvcomp.runs.replicas import Replica, written_by
 from dcp_nvcomp.runs.step_save import NodePublisher, StepPublisher, StepSave
 from dcp_nvcomp.runs.steps import RunSteps
@@ -166,12 +166,10 @@ class Pipeline:
         self._on_their_way.add(save.step)
         self._durable_thread.do(lambda: self._end_upload(save, written, senders))
 
-    def go_back(self, abandoned: Abandoned, restored_step: int) -> None:
-        """Leave saves behind; nothing is on its way."""
-        self._durable_stage.go_back(abandoned, restored_step)
+    def go_back(self, left: LeftBehind) -> None:
+        self._durable_stage.leave_behind(left.durable)
         if self._fast_stage is not None:
-            # of the step that was restored, another save may be named, and its own files are here
-            self._fast_stage.leave_behind(abandoned.saves.keys() - {restored_step})
+            self._fast_stage.leave_behind(left.on_nodes)
 
     def remember_fast(self, steps: Collection[int]) -> None:
         assert self._fast_stage is not None

@@ -13,7 +13,7 @@ from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.events import ReplicasDiffer, StepsRemoved
 from dcp_nvcomp.runs.options import RunContext
-from dcp_nvcomp.runs.own_files import REMOVING, Abandoned, write_kept
+from dcp_nvcomp.runs.own_files import REMOVING, write_kept
 from dcp_nvcomp.runs.replicas import WrittenPart, compared
 from dcp_nvcomp.runs.retention import Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.step_save import StepSave
@@ -46,7 +46,8 @@ class FastStage:
         if not self._nodes.is_leader:
             return
         try:
-            self._fast.remove([step for step in self._fast.steps() if step in steps])
+            awaited = self._on_their_way.steps  # an upload that goes on since the restore
+            self._fast.remove([step for step in self._fast.steps() if step in steps and step not in awaited])
         except CheckpointError as error:
             logger.warning("The fast tier can't be listed: %s", error)
 
@@ -149,12 +150,10 @@ class DurableStage:
         self._abandoned = {saved.step for saved in there.abandoned}
         self._new: set[int] = set()  # not opened since they were saved
 
-    def go_back(self, abandoned: Abandoned, restored_step: int) -> None:
-        known, left = self._abandoned | self._complete, set(abandoned.saves)
-        if restored_step in self._complete:  # then it is another save of this step that is named
-            left.discard(restored_step)
-        self._abandoned = (known & left) - abandoned.damaged
-        self._complete = known - left
+    def leave_behind(self, steps: Collection[int]) -> None:
+        known = self._abandoned | self._complete
+        self._abandoned = known.intersection(steps)
+        self._complete = known.difference(steps)
 
     def upload(self, save: StepSave, written: WrittenSave, senders: Mapping[str, int]) -> None:
         """Upload the files of a step as they are, and commit it; all ranks call this."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import StepRestored
 from dcp_nvcomp.runs.options import RunContext
-from dcp_nvcomp.runs.own_files import Abandoned, read_abandoned, write_abandoned
+from dcp_nvcomp.runs.own_files import Abandoned, LeftBehind, read_abandoned, write_abandoned
 from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
 from dcp_nvcomp.runs.restoring.nearest_copy import Fetch, NearestReader
 from dcp_nvcomp.runs.step_save import RunProgress
@@ -56,18 +56,12 @@ class _Attempt:
     damaged: tuple[tuple[str, str], ...]  # copies that are damaged or can't be read, as pairs of node and file
 
 
-@dataclass(frozen=True)
-class _Plan:
-    restored_step: int
-    abandoned: Abandoned  # all that the run has left behind once it saves
-
-
 class Restoring:
     def __init__(self, ranks: Ranks, run: RunContext, pipeline: Pipeline, progress: RunProgress) -> None:
         self._ranks, self._pipeline, self._group, self._progress = ranks, pipeline, run.group, progress
         self._run, self._nodes, self._fast, self._durable = run, run.nodes, run.fast, run.durable
         self._reader_options = run.options.for_durable_reader
-        self._to_abandon: _Plan | None = None
+        self._to_abandon: LeftBehind | None = None
         self._abandoned = Abandoned()
 
     def restore(
@@ -213,26 +207,33 @@ class Restoring:
 
     def _plan_to_abandon(self, restored: Candidate, damaged: Collection[int], found: Sequence[Candidate]) -> None:
         """Plan what the next save leaves behind: what is newer than the save that was restored, damaged or not."""
-        newer = _save_ids(one for one in found if one.step > restored.step)
+        newer = [one for one in found if one.step > restored.step]
         # those too that are seen nowhere now: a node that is away may have them
         saves = dict(self._abandoned.saves)
         if restored.is_abandoned:  # it comes back; another save of this step that was left behind does not
-            saves[restored.step] -= restored.save_ids | {restored.saved.replica_id}
-        for step, save_ids in newer.items():
-            saves[step] = saves.get(step, frozenset()) | save_ids
+            saves[restored.step] -= _ids_of(restored) | restored.save_ids
+        for one in newer:
+            saves[one.step] = saves.get(one.step, frozenset()) | _ids_of(one)
         if saves == self._abandoned.saves:
             self._to_abandon = None
             return
-        saves = {step: save_ids for step, save_ids in saves.items() if save_ids}
-        known_damaged = (self._abandoned.damaged | set(damaged)) & saves.keys()
-        self._to_abandon = _Plan(restored.step, Abandoned(saves, frozenset(known_damaged)))
+        bad = {one.save_id for one in newer if one.step in damaged and not one.is_abandoned}
+        abandoned = Abandoned(
+            {step: ids for step, ids in saves.items() if ids}, (self._abandoned.damaged | bad) - restored.save_ids
+        )
+        staying = [one for one in found if not abandoned.has(one.step, one.save_id, one.saved.replica_id)]
+        self._to_abandon = LeftBehind(
+            abandoned,
+            durable=frozenset(abandoned.saves.keys() - {one.step for one in staying if one.has_durable}),
+            on_nodes=frozenset(abandoned.saves.keys() - {one.step for one in staying}),
+        )
 
     def go_back(self) -> None:
         """Leave behind what is newer than a step that was asked for and restored; called before each save."""
-        plan = self._to_abandon
-        if plan is not None:
-            self._ranks.on_one(lambda: write_abandoned(self._durable.open_own(), plan.abandoned))
-            self._pipeline.go_back(plan.abandoned, plan.restored_step)
+        left = self._to_abandon
+        if left is not None:
+            self._ranks.on_one(lambda: write_abandoned(self._durable.open_own(), left.abandoned))
+            self._pipeline.go_back(left)
             self._to_abandon = None  # only now: if writing it failed, the next save does it
 
     def _go_on_with_uploads(self, found: Sequence[Candidate]) -> None:
@@ -300,11 +301,9 @@ def _has_others(candidate: Candidate) -> bool:
     return candidate.has_durable or candidate.is_complete_on_nodes
 
 
-def _save_ids(found: Iterable[Candidate]) -> dict[int, frozenset[str]]:
-    ids: dict[int, frozenset[str]] = {}
-    for one in found:
-        ids[one.step] = ids.get(one.step, frozenset()) | one.save_ids | ({one.saved.replica_id} - {""})
-    return ids
+def _ids_of(one: Candidate) -> frozenset[str]:
+    """Return what names a save: of what replicas saved what these have in common, as not all of them may be seen."""
+    return frozenset([one.saved.replica_id]) if one.saved.replica_id else one.save_ids
 
 
 def _root_of(fast: FastTier, filesystem: Filesystem) -> tuple[bytes, str | None]:
