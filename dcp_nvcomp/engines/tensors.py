@@ -106,7 +106,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     try:
         return tensor.contiguous().cpu()
     except torch.OutOfMemoryError:
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         strides = tensor.stride()
         by_stride = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
         _copy_runs(tensor.permute(by_stride), copy.permute(by_stride))

@@ -330,7 +330,13 @@ class PoisoningArena(Arena):
     """
 
     def take(self, nbytes: int) -> Piece:
-        piece = super().take(nbytes)
+        return self._poisoned(super().take(nbytes), nbytes)
+
+    def take_kept(self, nbytes: int) -> Piece:
+        return self._poisoned(super().take_kept(nbytes), nbytes)
+
+    @staticmethod
+    def _poisoned(piece: Piece, nbytes: int) -> Piece:
         ctypes.memset(piece.ptr, 0xA5, max(nbytes, 1))
         return piece
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -171,3 +172,42 @@ def test_any_thread_may_give_back() -> None:
             thread.join()
     gc.collect()
     assert arena.take((1 << 20) - ALIGNMENT_NBYTES)
+
+
+def test_what_is_kept_lies_at_the_end() -> None:
+    arena = arena_of(1 << 20)
+    held = [arena.take(1000), arena.take_kept(5000), arena.take(1000), arena.take_kept(700)]
+    starts = [piece.ptr for piece in held]
+    assert starts[0] < starts[2] < starts[3] < starts[1]
+    assert all(piece.ptr % ALIGNMENT_NBYTES == 0 for piece in held)
+    held[0].give_back()
+    held[2].give_back()
+    arena.take((1 << 20) - 5120 - 1024 - ALIGNMENT_NBYTES)
+
+
+def test_what_is_kept_is_freed_before_more_is_reserved() -> None:
+    """Also where the device has far less than the limit."""
+    memory = Memory(50_000)
+    arena = arena_of(1 << 20, memory)
+    keeper = Keeper(arena)
+    arena.set_keeper(weakref.WeakMethod(keeper.forget))
+    assert arena.fitting([8000] * 8, 0, 8) == 4
+    keeper.pieces.append(arena.take_kept(16_000))
+    assert arena.fitting([8000] * 8, 0, 8) == 4 and not keeper.pieces
+    keeper.pieces.append(arena.take_kept(3000))
+    assert arena.fitting([8000] * 8, 0, 8) == 3 and keeper.pieces, "not much"
+    arena.grow(32_000)
+    assert not keeper.pieces and memory.reserved == [1 << 15]
+
+
+class Keeper:
+    """Keeps memory until it is told to forget it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.pieces: list[Piece] = []
+
+    def forget(self) -> None:
+        for piece in self.pieces:
+            piece.give_back()
+        self.pieces.clear()

@@ -20,7 +20,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EnginePolicy
+from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
@@ -295,21 +295,21 @@ def test_the_self_test_passes_though_codecs_keep_their_scratch_memory() -> None:
 
 def test_batches_fit_beside_what_codecs_keep() -> None:
     device = StandInDevice(ReferenceKernels())
-    engine = CudaEngine(CPU, EnginePolicy(8 * MIB), backend=device)
-    data = torch.randint(0, 9, (2 * MIB,), dtype=torch.uint8)
-    chains = [CodecChain(Bytes(), Zstd()), CodecChain(Bytes(), Deflate()), CodecChain(Bytes(), Zstd())]
-    for chain in chains:
-        blocks = list(data.split(MIB // 2))
-        encoded = [
-            CpuEngine().encode(block.numpy(), chain, memoryview(bytearray(chain.max_encoded_nbytes(block.numel()))))
-            for block in blocks
-        ]
+    engine = CudaEngine(CPU, EnginePolicy(4 * MIB), backend=device)
+    blocks = list(torch.randint(0, 9, (2 * MIB,), dtype=torch.uint8).split(MIB // 4))
+    room = memoryview(bytearray(8 * MIB))
+    for coder in (Zstd(), Deflate(literals_only=True), Zstd(), Deflate(literals_only=True)):
+        chain = CodecChain(Bytes(), coder)
+        if isinstance(coder, Deflate):
+            encoded = engine.encode([EncodeJob((block,), chain) for block in blocks], room)
+        else:
+            encoded = [CpuEngine().encode(block.numpy(), chain, memoryview(bytearray(MIB))) for block in blocks]
         outs = [torch.zeros_like(block) for block in blocks]
         rows = zip(encoded, outs, strict=True)
-        device.peak_nbytes = device.held_nbytes
         engine.decode([DecodeJob(one.data, one.row, chain, out) for one, out in rows], verify="stored")
         assert all(torch.equal(out, block) for out, block in zip(outs, blocks, strict=True))
-        assert device.peak_nbytes <= 8 * MIB
+    assert device.peak_nbytes <= 4 * MIB
+    assert engine._copying.reason == "", "a batch found too little"
 
 
 class Stream:

@@ -195,8 +195,7 @@ def test_blocks_that_lie_together_are_copied_together(tmp_path: Path, on_the_eng
     save_on_cpu(tmp_path, state := {"w": torch.randn(4 << 20)})
     load_into(tmp_path, into := {"w": torch.zeros(4 << 20)}, thread_count=1)
     assert_same(into, state)
-    (device,) = on_the_engine.devices
-    assert device.copies_in < 4, "16 blocks in one read"
+    assert sum(device.copies_in for device in on_the_engine.devices) < 4, "16 blocks in one read"
 
 
 def test_a_turn_is_larger_than_a_threads_share(tmp_path: Path, on_the_engine: StandInPool) -> None:

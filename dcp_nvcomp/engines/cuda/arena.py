@@ -5,7 +5,7 @@ were batches. One run is reserved once, and its size is known. All work of an en
 which is given back may be given out again at once.
 
     Arena.empty     a tensor, given back when the last reference to it is dropped
-    Arena.take      memory for nvCOMP (`NvcompMemory`), which gives it back when it likes, on whatever thread the
+    Arena.take_kept memory for nvCOMP (`NvcompMemory`), which gives it back when it likes, on whatever thread the
                     collector runs
 """
 
@@ -41,8 +41,11 @@ class _Region:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self._skipped = -memory.data_ptr() % ALIGNMENT_NBYTES
-        self.gaps = [(self._skipped, memory.numel())]
+        skipped = -memory.data_ptr() % ALIGNMENT_NBYTES
+        # whole units only, so that what is taken from the end is aligned too
+        whole = max(memory.numel() - skipped, 0) // ALIGNMENT_NBYTES * ALIGNMENT_NBYTES
+        self.gaps = [(skipped, skipped + whole)] if whole else []
+        self._whole_nbytes = whole
         self.given_back: deque[tuple[int, int]] = deque()
 
     def take(self, nbytes: int) -> int | None:
@@ -54,9 +57,18 @@ class _Region:
                 return start
         return None
 
+    def take_last(self, nbytes: int) -> int | None:
+        """Return the offset of a free run, the last that is long enough; None if there is none."""
+        self._settle()
+        for at, (start, stop) in reversed([*enumerate(self.gaps)]):
+            if stop - start >= nbytes:
+                self.gaps[at : at + 1] = [(start, stop - nbytes)] if stop - start > nbytes else []
+                return stop - nbytes
+        return None
+
     def used_nbytes(self) -> int:
         self._settle()
-        return self.memory.numel() - self._skipped - sum(stop - start for start, stop in self.gaps)
+        return self._whole_nbytes - sum(stop - start for start, stop in self.gaps)
 
     def _settle(self) -> None:
         while self.given_back:
@@ -122,7 +134,7 @@ class Arena:
     def _kept_nbytes(self) -> int:
         """Return how much is in use between batches, but for what is lent; if that is much, try to free it before."""
         kept = self._used_nbytes() - self._lent_nbytes
-        if kept > self._limit_nbytes // _KEPT_SHARE:
+        if kept > min(self._reserved_nbytes, self._limit_nbytes) // _KEPT_SHARE:
             self._forget()
             kept = self._used_nbytes() - self._lent_nbytes
         return max(kept, 0)
@@ -164,6 +176,8 @@ class Arena:
         """Make room for one batch that takes more than the limit, if the device has so much, until `settle`."""
         nbytes += self._lent_nbytes
         wanted_nbytes = _rounded(nbytes) + ALIGNMENT_NBYTES
+        if self.capacity_nbytes - self._kept_nbytes() < nbytes:
+            self._forget()
         if self.capacity_nbytes - self._kept_nbytes() < nbytes and wanted_nbytes < self._refused_nbytes:
             self.release()
             self._try(wanted_nbytes)
@@ -221,9 +235,16 @@ class Arena:
 
     def take(self, nbytes: int) -> Piece:
         """Return memory, its address a multiple of `ALIGNMENT_NBYTES`."""
+        return self._take(nbytes, _Region.take)
+
+    def take_kept(self, nbytes: int) -> Piece:
+        """Return memory that may be kept from batch to batch: at the end, so that what is free stays in one run."""
+        return self._take(nbytes, _Region.take_last)
+
+    def _take(self, nbytes: int, take: Callable[[_Region, int], int | None]) -> Piece:
         room = _rounded(max(nbytes, 1))
         capacity_nbytes = self.capacity_nbytes
-        start = None if self._region is None else self._region.take(room)
+        start = None if self._region is None else take(self._region, room)
         if start is None:
             raise torch.OutOfMemoryError(f"{nbytes} bytes are not left of the {capacity_nbytes} bytes of an engine.")
         assert self._region is not None
@@ -280,7 +301,7 @@ class NvcompMemory:
         handle = int(stream.ptr)
         arena = self._arenas.get(handle)
         try:
-            held = self._take(max(nbytes, 1), stream) if arena is None else arena.take(nbytes)
+            held = self._take(max(nbytes, 1), stream) if arena is None else arena.take_kept(nbytes)
         except torch.OutOfMemoryError:
             self._refused_nbytes[handle] = nbytes
             raise

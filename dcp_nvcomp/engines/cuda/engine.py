@@ -60,12 +60,16 @@ class CudaEngine:
         self.health = health or DeviceHealth(str(device))
         self.memory = self._device.arena
         self.coders = DeviceCoders(self._device, self.health)
-        self.memory.set_keeper(weakref.WeakMethod(self.coders.forget))
+        self.memory.set_keeper(weakref.WeakMethod(self._forget))
         self._decoder = BatchDecoder(self._device, self.coders)
         self._checks = JobChecks()
         self._copying = CopyingEngine()
         self._encoders: dict[bool, BatchEncoder] = {}
         self.set_policy(policy)
+
+    def _forget(self) -> None:
+        with self._device.current():
+            self.coders.forget()
 
     def set_policy(self, policy: EnginePolicy) -> None:
         """Work for another save or load."""
