@@ -37,7 +37,8 @@ class Before:
     sure: frozenset[Place]  # what is whole and part of the run
     possible: frozenset[Place]  # what is there, whole or not
     durable: Mapping[int, int]  # the tags of the whole ones in the durable tier, by step
-    run_seconds: Mapping[int, float]  # how long the run had been under way when they were saved
+    seeming: Mapping[int, int]  # those too whose files have their sizes, and other bytes: rules count them
+    run_seconds: Mapping[int, float]  # how long the run had been under way when these were saved
 
     @property
     def newest(self) -> Place | None:
@@ -60,11 +61,13 @@ class Oracle:
         durable = self.look.durable(run)
         seen = [*durable.values(), *self.look.on_nodes(nodes)]
         whole = {step: one.root.tag for step, one in durable.items() if one.is_whole}
-        times = {step: one.root.run_seconds for step, one in durable.items() if one.is_whole}
+        seeming = {step: one.root.tag for step, one in durable.items() if one.is_there}
+        times = {step: durable[step].root.run_seconds for step in seeming}
         return Before(
             frozenset(_place(one) for one in seen if one.is_whole and self._is_sure(one.root.tag)),
             frozenset(map(_place, seen)),
             whole,
+            seeming,
             times,
         )
 
@@ -129,7 +132,11 @@ class Oracle:
         counted = sorted(step for step, tag in there.items() if tag not in self.left)
         sure = [step for step in counted if self._is_sure(there[step])]
         lost = {step for step in sure if step not in set(destroyed) and after.durable.get(step, -1) < there[step]}
-        kept = set.intersection(*[self._kept(rule, counted, there, times) for rule in rules], set(counted))
+        tags = {**before.seeming, **after.seeming, **there}
+        seeming = sorted(step for step, tag in tags.items() if tag in self.known and tag not in self.left)
+        kept = set(counted)
+        for rule in rules:  # whether or not a step's bytes were harmed by then
+            kept &= self._kept(rule, counted, there, times) & self._kept(rule, seeming, tags, times)
         missing = lost & (kept | self.pins)
         _expect(
             not missing,
