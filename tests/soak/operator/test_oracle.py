@@ -39,10 +39,12 @@ def _oracle() -> Oracle:
     return Oracle(known={100 + step: Known(step, (), loss) for step, loss in LOSS.items()})
 
 
-def _before(*steps: int, possible: tuple[int, ...] = ()) -> Before:
+def _before(*steps: int, possible: tuple[int, ...] = (), harmed: tuple[int, ...] = ()) -> Before:
     sure = frozenset((step, 100 + step) for step in steps)
     more = frozenset((step, 100 + step) for step in possible)
-    return Before(sure, sure | more, {step: 100 + step for step in steps}, {step: float(step) for step in steps})
+    tags = {step: 100 + step for step in (*steps, *harmed)}
+    times = {step: float(step) for step in tags}
+    return Before(sure, sure | more, {step: tags[step] for step in steps}, tags, times)
 
 
 def _word(step: int | None, **changes: Any) -> Mapping[str, object]:
@@ -121,3 +123,13 @@ def test_what_no_rule_keeps_may_go() -> None:
     oracle, before = _oracle(), _before(10, 20, 30)
     for rules in ([Keep(last=1)], [None, Keep(last=2)], [Keep(last=1, newer_than=15.0)]):
         oracle.check_kept(before, _before(20, 30), [], [], rules)
+
+
+def test_a_step_whose_bytes_were_harmed_counts_or_not() -> None:
+    """As for the rule, which sees names and sizes."""
+    oracle, before = _oracle(), _before(10, 30, harmed=(20,))
+    oracle.check_kept(before, _before(30, harmed=(20,)), [], [], [Keep(last=2)])
+    with pytest.raises(Finding, match="lost"):
+        oracle.check_kept(before, _before(10, harmed=(20,)), [], [], [Keep(last=2)])
+    with pytest.raises(Finding, match="lost"):
+        oracle.check_kept(before, _before(30, harmed=(20,)), [], [], [Keep(last=3)])
