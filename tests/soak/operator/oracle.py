@@ -38,7 +38,7 @@ class Before:
     possible: frozenset[Place]  # what is there, whole or not
     durable: Mapping[int, int]  # the tags of the whole ones in the durable tier, by step
     seeming: Mapping[int, int]  # those too whose files have their sizes, and other bytes: rules count them
-    run_seconds: Mapping[int, float]  # how long the run had been under way when these were saved
+    run_seconds: Mapping[Place, float]  # how long the run had been under way when each of these was saved
 
     @property
     def newest(self) -> Place | None:
@@ -62,7 +62,7 @@ class Oracle:
         seen = [*durable.values(), *self.look.on_nodes(nodes)]
         whole = {step: one.root.tag for step, one in durable.items() if one.is_whole}
         seeming = {step: one.root.tag for step, one in durable.items() if one.is_there}
-        times = {step: durable[step].root.run_seconds for step in seeming}
+        times = {place: durable[place[0]].root.run_seconds for place in seeming.items()}
         return Before(
             frozenset(_place(one) for one in seen if one.is_whole and self._is_sure(one.root.tag)),
             frozenset(map(_place, seen)),
@@ -145,7 +145,7 @@ class Oracle:
         )
 
     def _kept(
-        self, rule: Keep | None, steps: Sequence[int], tags: Mapping[int, int], times: Mapping[int, float]
+        self, rule: Keep | None, steps: Sequence[int], tags: Mapping[int, int], times: Mapping[Place, float]
     ) -> set[int]:
         """Return what a rule keeps whichever of the steps there were when it was asked."""
         if rule is None:
@@ -158,8 +158,8 @@ class Oracle:
             kept |= set(sorted(steps, key=lambda step: sign * self.known[tags[step]].loss)[: best.count])
         if isinstance(rule.newer_than, float):
             for number, step in enumerate(steps):
-                since = [times.get(later, float("inf")) - rule.newer_than for later in steps[number:]]
-                kept |= {step} if all(times.get(step, 0.0) > one for one in since) else set()
+                since = [times.get((later, tags[later]), float("inf")) - rule.newer_than for later in steps[number:]]
+                kept |= {step} if all(times.get((step, tags[step]), 0.0) > one for one in since) else set()
         return kept
 
 

@@ -43,7 +43,7 @@ def _before(*steps: int, possible: tuple[int, ...] = (), harmed: tuple[int, ...]
     sure = frozenset((step, 100 + step) for step in steps)
     more = frozenset((step, 100 + step) for step in possible)
     tags = {step: 100 + step for step in (*steps, *harmed)}
-    times = {step: float(step) for step in tags}
+    times = {place: float(place[0]) for place in tags.items()}
     return Before(sure, sure | more, {step: tags[step] for step in steps}, tags, times)
 
 
@@ -133,3 +133,13 @@ def test_a_step_whose_bytes_were_harmed_counts_or_not() -> None:
         oracle.check_kept(before, _before(10, harmed=(20,)), [], [], [Keep(last=2)])
     with pytest.raises(Finding, match="lost"):
         oracle.check_kept(before, _before(30, harmed=(20,)), [], [], [Keep(last=3)])
+
+
+def test_the_time_of_a_step_is_that_of_its_save() -> None:
+    """An earlier save of the step may have been later, by the run's time."""
+    oracle, before = _oracle(), _before(10, 20, 30)
+    oracle.known[220] = Known(20, (), 1.0)
+    after = _before(10, 30)
+    oracle.check_kept(before, after, [(20, 220)], [], [Keep(last=1, newer_than=15.0)])
+    with pytest.raises(Finding, match="lost"):
+        oracle.check_kept(before, after, [], [], [Keep(last=1, newer_than=15.0)])
