@@ -248,3 +248,18 @@ def test_replicas_are_left_behind_and_brought_back_together(tmp_path: Path) -> N
     assert restoring._to_abandon is not None
     back = restoring._to_abandon.abandoned
     assert [one.is_abandoned for one in candidates([], [first, second], back)] == [False, False]
+
+
+def test_the_step_that_was_restored_stays_until_what_is_newer_is_left_behind(tmp_path: Path) -> None:
+    """It is uploaded again, and by the rule it would go, as the newer ones are of the run until the next save."""
+    run, options = tmp_path / "run", {**_fast(tmp_path / "fast"), "fast_keep": 9}
+    _save(run, {10: 1.0, 20: 2.0, 30: 3.0}, **options)
+    shutil.rmtree(run / "step-10")
+    with CheckpointManager(run, run_id="job", keep=Keep(last=2), **options) as manager:
+        manager.restore(_state(-1.0), 10)
+        manager.wait()
+        assert sorted(path.name for path in run.glob("step-*")) == ["step-10", "step-20", "step-30"]
+        manager.save(40, _state(4.0))
+        manager.wait()
+        assert [saved.step for saved in manager.steps()] == [10, 40]
+    assert sorted(path.name for path in run.glob("step-*")) == ["step-10", "step-40"]

@@ -166,7 +166,11 @@ class Pipeline:
         self._on_their_way.add(save.step)
         self._durable_thread.do(lambda: self._end_upload(save, written, senders))
 
+    def plan_to_go_back(self, is_planned: bool) -> None:
+        self._durable_stage.is_going_back = is_planned
+
     def go_back(self, left: LeftBehind) -> None:
+        self._durable_stage.is_going_back = False
         self._durable_stage.leave_behind(left.durable)
         if self._fast_stage is not None:
             self._fast_stage.leave_behind(left.on_nodes)

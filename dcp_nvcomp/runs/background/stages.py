@@ -149,6 +149,7 @@ class DurableStage:
         self._complete = {saved.step for saved in there.complete}
         self._abandoned = {saved.step for saved in there.abandoned}
         self._new: set[int] = set()  # not opened since they were saved
+        self.is_going_back = False  # an older step was restored, and nothing was saved since
 
     def leave_behind(self, steps: Collection[int]) -> None:
         known = self._abandoned | self._complete
@@ -179,7 +180,8 @@ class DurableStage:
         self._new.add(save.step)
 
     def prune(self) -> None:
-        if not self._ranks.is_first:
+        # while the run goes back, newer steps are part of it, and would push out the one that was restored
+        if not self._ranks.is_first or self.is_going_back:
             return
         try:
             self._durable.check_lease()

@@ -90,6 +90,7 @@ class Restoring:
             room.restored(event.step if restored.is_safe else max(durable, default=-1))
         self._progress.go_on_from(restored.saved.run_seconds)
         self._plan_to_abandon(restored, event.damaged, found)
+        self._pipeline.plan_to_go_back(self._to_abandon is not None)
         ours = [one for one in found if not one.is_abandoned and one.step < event.step]
         ours = [restored, *ours] if not restored.is_abandoned else ours  # without the copies that are damaged
         self._go_on_with_uploads(ours)
