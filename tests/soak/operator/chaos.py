@@ -49,7 +49,7 @@ class Chaos:
         self.has_clock = can_set_clocks() and "clock" not in without
         self.slowest_seconds = self.waited_seconds = 0.0
         self.is_over = False
-        self.holder = ""  # whose lease may still last
+        self.holders: set[str] = set()  # whose leases may still last
         self.done: list[str] = []
         self.where = directory
 
@@ -83,8 +83,10 @@ class Chaos:
         outcome = check_ends(scene, before, after)
         self.counts[f"outcome: {outcome}"] += 1
         self.is_over = outcome == ALL_DAMAGED
+        run_id = scene.plan.options["run_id"]
+        self.holders = {run_id} if any(scene.running.all_words("made")) else self.holders | {run_id}
         if any(any(other.all_words("made")) for other in scene.others):
-            self.holder = "another job"
+            self.holders.add("another job")
         shutil.rmtree(self.where)
         slow = f", {self.waited_seconds:.0f} s without a word" if self.waited_seconds > GROUP_SECONDS else ""
         self.slowest_seconds = max(self.slowest_seconds, self.waited_seconds)
@@ -129,9 +131,7 @@ class Chaos:
         draw, nodes = random.Random(f"{self.seed} {self.number} plan"), list(self.field.nodes)
         draw.shuffle(nodes)
         plan = draw_plan(draw, self.number, self.family, self.field.run, nodes, self.has_clock)
-        waits = self.holder not in ("", plan.options["run_id"])
-        self.holder = plan.options["run_id"]
-        return dataclasses.replace(plan, waits_for_lease=waits)
+        return dataclasses.replace(plan, waits_for_lease=bool(self.holders - {plan.options["run_id"]}))
 
     def _go_back(self, plan: Plan, before: Before) -> Plan:
         """Let some jobs ask for a step; nodes that are away get an empty fast tier then."""
