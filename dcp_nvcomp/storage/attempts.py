@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ATTEMPT_SHARE = 1 / 3  # of the deadline, for one attempt: a silent server leaves time to ask again
+_LAST_SHARE = 1 / 20  # of the deadline, that must be left: an attempt that is cut off has an unknown outcome
 _REMOVAL_SECONDS = 10.0  # leftovers do no harm: do not wait for another whole deadline after a failure
 _QUIET_SECONDS = 10.0  # after that, retrying is worth a warning
 
@@ -36,6 +37,10 @@ class Done(Generic[T]):
 
     value: T
     attempts: int
+
+
+class _CutOffError(TimeoutError):
+    """The end of the deadline came before the attempt's own."""
 
 
 class Attempts(ABC):
@@ -89,6 +94,7 @@ class Attempts(ABC):
     async def _perform(self, what: str, where: str, attempt: Callable[[], Awaitable[T]], seconds: float) -> Done[T]:
         began = time.monotonic()
         attempts, may_be_done, warned = 0, False, False
+        reason: Exception | None = None
         while True:
             attempts += 1
             try:
@@ -96,12 +102,14 @@ class Attempts(ABC):
             except CheckpointError:
                 raise
             except Exception as error:
+                # what an earlier attempt met says more than that the time was up
+                reason = reason if reason is not None and isinstance(error, _CutOffError) else error
                 took = time.monotonic() - began
                 pause = min(self._first_pause_seconds * 2 ** min(attempts - 1, 10), self._longest_pause_seconds)
                 pause *= random.uniform(0.5, 1)  # so that ranks do not come back all at once
                 may_be_done |= self.may_be_done(error)
-                if not self._is_transient(error) or took + pause >= seconds:
-                    raise self._failure(what, where, error, attempts, took, may_be_done) from self._redact.error(error)
+                if not self._is_transient(error) or took + pause >= seconds * (1 - _LAST_SHARE):
+                    raise self._failure(what, where, reason, attempts, took, may_be_done) from self._redact.error(error)
                 words = self._redact(str(error))
                 logger.info("Could not %s %s, trying again: %s", what, where, words)
                 if took > _QUIET_SECONDS and not warned:
@@ -114,7 +122,8 @@ class Attempts(ABC):
         try:
             return await asyncio.wait_for(attempt(), limit)
         except asyncio.TimeoutError as error:
-            raise TimeoutError(errno.ETIMEDOUT, f"no answer from {self._server()} within {limit:.1f} s") from error
+            kind = _CutOffError if limit < longest_seconds else TimeoutError
+            raise kind(errno.ETIMEDOUT, f"no answer from {self._server()} within {limit:.1f} s") from error
 
     def _failure(
         self, what: str, where: str, error: Exception, attempts: int, took: float, may_be_done: bool
