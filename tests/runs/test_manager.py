@@ -223,6 +223,31 @@ def test_too_little_room_in_the_fast_tier(
     assert sum(isinstance(event, StepSkipped) for event in events) == 2
 
 
+def test_what_a_save_has_not_written_yet_is_no_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+
+    go, open_output = threading.Event(), PosixFilesystem.open_output
+
+    def slow(filesystem: PosixFilesystem, name: str) -> Any:
+        if "fast/step-2" in filesystem.path:
+            go.wait(60)
+        return open_output(filesystem, name)
+
+    with CheckpointManager(tmp_path / "run", every=1000, fast=tmp_path / "fast", fast_every=1) as manager:
+        manager.save(1, _state(1)).saved.result(60)
+        assert manager._fast is not None
+        step_nbytes = sum(file.stat().st_size for file in (tmp_path / "fast" / "step-1").glob("*.distcp"))
+        monkeypatch.setattr(manager._fast, "free_nbytes", lambda: int(1.5 * step_nbytes))
+        monkeypatch.setattr(PosixFilesystem, "open_output", slow)
+        second = manager.save(2, _state(2))
+        third = manager.save(3, _state(3))
+        go.set()
+        assert second.saved.result(60).tiers == ("fast",)
+        assert third.saved.result(60).tiers == ("durable",)
+
+
 class _SlowStorage:
     """Makes publishing wait until it is let go."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import dcp_nvcomp
 from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.format.data_file import find_data_file, read_footer
 from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.tiers import nodes as transfer
-from dcp_nvcomp.runs.tiers.nodes import Transfer, move_files, rounds, upload_files
+from dcp_nvcomp.runs.tiers import uploads
+from dcp_nvcomp.runs.tiers.nodes import Transfer, move_files, rounds
+from dcp_nvcomp.runs.tiers.uploads import SourceError, upload_files
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import flip
 from tests.distributed.launch import RankPool
 
 SIZES = {"a": 0, "b": 1, "c": 5000, "d": 4096, "e": 2048}
@@ -89,20 +93,29 @@ def test_in_a_round_no_rank_sends_or_receives_twice() -> None:
         assert len({one.source for one in each}) == len({one.to for one in each}) == len(each)
 
 
-def test_an_upload_that_was_cut_short_is_made_again_and_what_is_whole_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "_UPLOADED_PIECE_NBYTES", 1024)
+@pytest.fixture
+def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path, dict[str, int]]:
+    """The directories of a step in the fast tier and in the durable one, and the sizes of the files in the former."""
+    monkeypatch.setattr(uploads, "_PIECE_NBYTES", 1024)
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir(), target.mkdir()
-    for name in SIZES:
-        (source / name).write_bytes(_data(name))
-    (target / "b").write_bytes(_data("b") + b"more")
-    (target / "c").write_bytes(_data("c")[:3000])
-    (target / "d").write_bytes(_data("d"))
-    harmed = bytearray(_data("e"))
-    harmed[-1] ^= 1
-    (target / "e").write_bytes(harmed)
+    for name, count in (("a", 0), ("b", 1), ("c", 5000), ("d", 1_000_000), ("e", 700)):
+        dcp_nvcomp.save({"w": torch.randn(count)}, tmp_path / name, no_dist=True)
+        (file,) = (tmp_path / name).glob("*.distcp")
+        file.rename(source / name)
+    return source, target, {file.name: file.stat().st_size for file in source.iterdir()}
+
+
+def test_an_upload_that_was_cut_short_is_made_again_and_what_is_whole_is_not(
+    tiers: tuple[Path, Path, dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, sizes = tiers
+    data = {name: (source / name).read_bytes() for name in sizes}
+    (target / "b").write_bytes(data["b"] + b"more")
+    (target / "c").write_bytes(data["c"][:3000])
+    (target / "d").write_bytes(data["d"])
+    (target / "e").write_bytes(data["e"])
+    flip(target / "e", sizes["e"] - 1)
     opened: list[str] = []
     open_output = PosixFilesystem.open_output
 
@@ -111,8 +124,29 @@ def test_an_upload_that_was_cut_short_is_made_again_and_what_is_whole_is_not(
         return open_output(filesystem, name)
 
     monkeypatch.setattr(PosixFilesystem, "open_output", counted)
-    sent = upload_files(open_filesystem(source), open_filesystem(target), list(SIZES), SIZES)
-    assert sent == SIZES["b"] + SIZES["c"] + SIZES["e"] and opened == ["a", "b", "c", "e"]
-    for name in SIZES:
-        assert (target / name).read_bytes() == _data(name)
-    assert len(os.listdir(target)) == len(SIZES)
+    sent = upload_files(open_filesystem(source), open_filesystem(target), list(sizes), sizes)
+    assert sent == sum(sizes.values()) - sizes["d"] and opened == ["a", "b", "c", "e"]
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == data
+
+
+@pytest.mark.parametrize("place", ["header", "first block", "block", "last block", "footer", "trailer"])
+def test_a_file_that_was_damaged_since_is_not_uploaded(tiers: tuple[Path, Path, dict[str, int]], place: str) -> None:
+    source, target, sizes = tiers
+    footer = read_footer(filesystem := open_filesystem(source), find_data_file(filesystem, "d", sizes["d"]))
+    offsets = footer.block_offsets.tolist()
+    assert len(offsets) > 3
+    at = {"header": 3, "first block": offsets[0], "block": offsets[1] + 500, "last block": offsets[-1] - 1}
+    flip(source / "d", {**at, "footer": offsets[-1] + 10, "trailer": sizes["d"] - 1}[place])
+    with pytest.raises(SourceError, match="corrupt|not|version"):
+        upload_files(filesystem, open_filesystem(target), ["d"], sizes)
+    assert not list(target.iterdir())
+
+
+def test_what_is_whole_there_is_not_replaced_by_a_damaged_file(tiers: tuple[Path, Path, dict[str, int]]) -> None:
+    source, target, sizes = tiers
+    whole = (source / "d").read_bytes()
+    (target / "d").write_bytes(whole)
+    flip(source / "d", sizes["d"] // 2)
+    with pytest.raises(SourceError, match="corrupt"):
+        upload_files(open_filesystem(source), open_filesystem(target), ["d"], sizes)
+    assert (target / "d").read_bytes() == whole

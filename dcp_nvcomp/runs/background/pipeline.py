@@ -29,7 +29,7 @@ from dcp_nvcomp.runs.replicas import Replica, written_by
 from dcp_nvcomp.runs.step_save import NodePublisher, StepPublisher, StepSave
 from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.fast import Room
-from dcp_nvcomp.runs.tiers.nodes import SourceError
+from dcp_nvcomp.runs.tiers.uploads import SourceError
 from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.saving.save import AsyncSave, async_save
@@ -55,6 +55,7 @@ class Pipeline:
         self._fast_stage: FastStage | None = None
         self._fast_thread: Background | None = None
         self.room: Room | None = None
+        self._expected_nbytes = 0.0  # of the next step, on this node, with copies
         if run.fast is not None:
             self.room = Room(run.fast, lambda: self._on_their_way.steps, run.emit)
             self._fast_stage = FastStage(fast_ranks, run, run.fast, self._on_their_way)
@@ -76,9 +77,10 @@ class Pipeline:
         if not expected:
             here = len(self._run.nodes.ranks_of(self._run.nodes.own))
             expected = state_nbytes(values) * here * (1 + self._run.copies)
+        self._expected_nbytes = _SPARE * expected
         try:
             self._fast.check_writable()
-            return self.room.make(_SPARE * expected)
+            return self.room.make(self._expected_nbytes)
         except CheckpointError as error:
             logger.warning("The fast tier is out of order: %s", error)
             return False
@@ -149,7 +151,7 @@ class Pipeline:
     ) -> None:
         assert self._fast_thread is not None and self.room is not None
         room = self.room
-        room.begun(save.step)
+        room.begun(save.step, self._expected_nbytes)
         if upload:
             save.in_parts(2)
             self._on_their_way.add(save.step)

@@ -20,7 +20,8 @@ from dcp_nvcomp.runs.step_save import StepSave
 from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.durable import BEGUN, DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
-from dcp_nvcomp.runs.tiers.nodes import move_files, upload_files
+from dcp_nvcomp.runs.tiers.nodes import move_files
+from dcp_nvcomp.runs.tiers.uploads import upload_files
 from dcp_nvcomp.saving.commit import LastPublished, WrittenSave, commit_files
 
 logger = logging.getLogger(__name__)

@@ -130,6 +130,11 @@ class FastTier:
         assert found is not None
         return found
 
+    def nbytes_of(self, step: int) -> int:
+        """Return the size of what is there of a step."""
+        with contextlib.closing(self.open(step)) as filesystem:
+            return sum(file.nbytes for file in filesystem.list_files())
+
     def steps(self) -> list[int]:
         root = open_filesystem(self.root)
         folders = {file.name.partition("/")[0] for file in root.list_below().files if "/" in file.name}
@@ -234,6 +239,7 @@ class Room:
         self._lock = threading.Lock()
         self._torsos: frozenset[int] = frozenset()
         self._busy: Counter[int] = Counter()  # a step that is saved twice is there twice
+        self._expected_nbytes: dict[int, float] = {}  # of what is being saved, the step and its copies on this node
         self._durable_step = -1
 
     def looked(self, complete: Collection[int]) -> None:
@@ -250,14 +256,17 @@ class Room:
         with self._lock:
             self._durable_step = durable_step
 
-    def begun(self, step: int) -> None:
+    def begun(self, step: int, nbytes: float = 0) -> None:
+        """Note that a step is being saved, which will come to `nbytes` here, as far as that is known."""
         with self._lock:
             self._busy[step] += 1
+            self._expected_nbytes[step] = nbytes
             self._torsos -= {step}
 
     def ended(self, step: int) -> None:
         with self._lock:
             self._busy[step] -= 1
+            self._expected_nbytes.pop(step, None)
 
     def arrived(self, step: int) -> None:
         with self._lock:
@@ -266,12 +275,20 @@ class Room:
     def make(self, nbytes: float, *, but: Collection[int] = ()) -> bool:
         """Return whether so much fits, once what may go is gone, as far as it has to."""
         for step, why in self._removable(but):
-            if self._fast.free_nbytes() > nbytes:
+            if self._is_free(nbytes):
                 return True
             if self._fast.remove([step]):
                 logger.warning("The fast tier has too little room, so that step %d went: it is %s.", step, why)
                 self._emit(StepsRemoved((step,), "fast"))
-        return self._fast.free_nbytes() > nbytes
+        return self._is_free(nbytes)
+
+    def _is_free(self, nbytes: float) -> bool:
+        """Return whether so much fits beside what saves that have begun will still write."""
+        with self._lock:
+            expected = dict(self._expected_nbytes)
+        # first: what is written meanwhile is counted twice rather than never
+        unwritten = sum(max(size - self._fast.nbytes_of(step), 0) for step, size in expected.items())
+        return self._fast.free_nbytes() > nbytes + unwritten
 
     def _removable(self, but: Collection[int]) -> Iterator[tuple[int, str]]:
         """Yield the steps that may go, in their order, and why; each is looked at anew, as saves go on meanwhile."""

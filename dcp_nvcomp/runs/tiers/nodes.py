@@ -13,14 +13,14 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from dcp_nvcomp.codecs.base import checksum
-from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
+from dcp_nvcomp.errors import CheckpointError, CorruptDataError
 from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
 
@@ -124,7 +124,6 @@ _PIECE_NBYTES = 8 << 20
 _CRC_NBYTES = 4
 
 Piece = tuple[str, int, int]
-_UPLOADED_PIECE_NBYTES = 16 << 20
 
 
 @dataclass
@@ -239,51 +238,3 @@ class _Ends:
     def finish(self) -> Moved:
         self._drop()
         return self._moved
-
-
-class SourceError(StorageError):
-    """A file that is to be uploaded can't be read."""
-
-
-def upload_files(source: Filesystem, target: Filesystem, names: Collection[str], sizes: Mapping[str, int]) -> int:
-    """Copy files to a directory, but for those that are there and the same."""
-    target.refuse_link()
-    target.create_directory()
-    there = {file.name: file.nbytes for file in target.list_files()}
-    sized = {name for name in names if there.get(name) == sizes[name]}
-    missing = [name for name in sorted(names) if name not in sized or not _is_same(source, target, name, sizes[name])]
-    target.remove([name for name in missing if name in there])
-    for name in missing:
-        _upload(source, target, name, sizes[name])
-    return sum(sizes[name] for name in missing)
-
-
-def _is_same(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> bool:
-    """Compare the bytes: a disk may have changed them, and what is uploaded is reported to be safe."""
-    there = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
-    for start, piece in _read(source, name, nbytes):
-        try:
-            target.read_into(name, start, there[: len(piece)])
-        except CheckpointError:
-            return False
-        if not np.array_equal(piece, there[: len(piece)]):
-            return False
-    return True
-
-
-def _upload(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> None:
-    with target.open_output(name) as output:
-        for _, piece in _read(source, name, nbytes):
-            output.write(piece)
-
-
-def _read(source: Filesystem, name: str, nbytes: int) -> Iterator[tuple[int, memoryview]]:
-    """Yield the pieces of a file, each with its start, in one buffer."""
-    buffer = memoryview(bytearray(min(nbytes, _UPLOADED_PIECE_NBYTES)))
-    for start in range(0, nbytes, _UPLOADED_PIECE_NBYTES):
-        piece = buffer[: nbytes - start]
-        try:
-            source.read_into(name, start, piece)
-        except CheckpointError as error:
-            raise SourceError(error.message, path=source.location(name)) from error
-        yield start, piece

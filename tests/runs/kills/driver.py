@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager, Keep, load
 from dcp_nvcomp.runs.tiers import nodes as transfer
+from dcp_nvcomp.runs.tiers import uploads
 from tests.faults import forked
 from tests.runs import jobs
 
@@ -164,7 +165,7 @@ def save_earlier(place: Place, where: Path) -> None:
 def be_killed(place: Place, stage_name: str, victims: Sequence[int], where: Path) -> None:
     """Restore and save, with the stage armed."""
     stage = BY_NAME[stage_name]
-    transfer._PIECE_NBYTES = transfer._UPLOADED_PIECE_NBYTES = PIECE_NBYTES
+    transfer._PIECE_NBYTES = uploads._PIECE_NBYTES = PIECE_NBYTES
     armed = dist.get_rank() == _striker(stage.reached_by, victims)
     if place.copies == "replicas" and stage.reached_by == "all":
         armed = True  # of the replicas one uploads, whichever was done first; the first rank to get there strikes
