@@ -117,11 +117,13 @@ class _Work:
 
     def _encode(self) -> None:
         chain = self._chain
-        blocks = [block for tensor in self._tensors for block in tensor.split(chain.block_nbytes)]
-        encoded = self._engine.encode([EncodeJob((block,), chain) for block in blocks], self._room)
+        bounds = np.arange(0, 16 * MIB + 1, chain.block_nbytes)
+        jobs = [EncodeJob((tensor,), chain, bounds=bounds) for tensor in self._tensors]
+        encoded = self._engine.encode(jobs, self._room)
         if not self._decode_jobs:
-            jobs = zip(encoded, blocks, strict=True)
-            self._decode_jobs = [DecodeJob(one.data, one.row, chain, block) for one, block in jobs]
+            blocks = [block for tensor in self._tensors for block in tensor.split(chain.block_nbytes)]
+            rows = zip(encoded, blocks, strict=True)
+            self._decode_jobs = [DecodeJob(one.data, one.row, chain, block) for one, block in rows]
 
     def decode(self) -> None:
         """Decode, but for what is looked at on the host before: the frames are none."""

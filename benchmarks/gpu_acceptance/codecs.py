@@ -99,7 +99,7 @@ def _on_device(block: np.ndarray, device: torch.device) -> Tensor:
 
 def _encoded(
     host: Host, engine: CudaEngine, tensors: Sequence[Tensor], chain: CodecChain
-) -> tuple[list[EncodedBlock], Tensor]:
+) -> tuple[Sequence[EncodedBlock], Tensor]:
     """Return the blocks as the GPU encodes them, and the memory that they lie in."""
     room = host_memory(sum(chain.max_encoded_nbytes(tensor.numel()) for tensor in tensors), host.torch_device)
     jobs = [EncodeJob((tensor,), chain) for tensor in tensors]

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, checksum
+from dcp_nvcomp.codecs.encoded_run import EncodedRun
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import FileIdentity, footer_json
@@ -168,6 +169,9 @@ class DataFileWriter:
 
     def append(self, blocks: Sequence[EncodedBlock]) -> None:
         """Append blocks of the record; their buffer may be used again afterwards."""
+        if isinstance(blocks, EncodedRun):
+            self._append_run(blocks)
+            return
         for block in blocks:
             self.stream.write(block.data)
             self._position += len(block.data)
@@ -177,6 +181,15 @@ class DataFileWriter:
                 column.append(value)
             self._slices.extend(block.row.slice_nbytes)
             self._progress(block.uncompressed_nbytes)
+
+    def _append_run(self, run: EncodedRun) -> None:
+        self.stream.write(run.data)
+        self._position += len(run.data)
+        self._encoded_nbytes += len(run.data)
+        row = np.diff(run.bounds), run.flags, run.encoded_crcs, run.crcs
+        for column, values in zip((*self._columns, self._slices), (*row, run.slice_nbytes), strict=True):
+            column.frombytes(values.astype(np.uint32).tobytes())
+        self._progress(run.uncompressed_nbytes)
 
     def finish(self) -> WrittenFile:
         self._write_header(False)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
+from dcp_nvcomp.codecs.encoded_run import recoded, uncompressed_nbytes
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.threads import WorkerGroup
@@ -193,7 +194,7 @@ class SaveJob:
 
     def _encode(self, tasks: SimpleQueue[Task | None]) -> None:
         bench: Workbench | None = None
-        busy, recoded = 0.0, 0
+        busy, again = 0.0, 0
         while (task := tasks.get()) is not None:
             start = time.perf_counter()
             try:
@@ -204,8 +205,8 @@ class SaveJob:
                     task.room = task.memory.take()
                     task.blocks = task.room.keep(*encode_parts(task.parts, task.room.view, bench))
                     if self._patience is not None:
-                        self._patience.encoded(sum(block.uncompressed_nbytes for block in task.blocks))
-                    recoded += sum(block.was_wrong for block in task.blocks)
+                        self._patience.encoded(uncompressed_nbytes(task.blocks))
+                    again += recoded(task.blocks)
             except BaseException as error:
                 self._workers.fail(error)
             task.parts = []
@@ -218,7 +219,7 @@ class SaveJob:
         tasks.put(None)  # for the next of the threads that share this queue
         self._busy["encode"].append(busy)
         with self._lock:
-            self.totals.recoded_blocks += recoded
+            self.totals.recoded_blocks += again
 
     def _encode_patiently(self, patience: Patience) -> None:
         patience.give_way()

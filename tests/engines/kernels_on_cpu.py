@@ -79,7 +79,8 @@ class ReferenceKernels:
                 seen[index] = int((signs == 0).any()) | int((signs != 0).any()) << 1
 
     def split(self, blocks: RowTable, seen: Tensor, flags: Tensor) -> None:
-        for index, (data, nbytes, width, may_pack, _, *addresses) in enumerate(blocks.rows.tolist()):
+        for index in np.unique(blocks.tiles).tolist():
+            data, nbytes, width, may_pack, _, *addresses = blocks.rows[index].tolist()
             found, planes = planes_reference.split(_memory(data, nbytes), Planes(width), pack=bool(may_pack))
             flags[index] = found
             for name, address in zip(PLANE_NAMES, addresses, strict=True):

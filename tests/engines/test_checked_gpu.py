@@ -398,7 +398,7 @@ class TwoFaults(ReferenceKernels):
     def split(self, blocks: RowTable, seen: torch.Tensor, flags: torch.Tensor) -> None:
         super().split(blocks, seen, flags)
         if self.begun:
-            for row in blocks.rows.tolist():
+            for row in blocks.rows[np.unique(blocks.tiles)].tolist():
                 _memory(row[5], 1).bitwise_xor_(4)
 
     def merge(self, blocks: RowTable) -> None:

@@ -187,7 +187,7 @@ def test_batches_of_blocks(literals_library: ctypes.CDLL, width: int) -> None:
     encoded = encoder.encode(jobs, out)
     assert not encoded.wrong
     assert min(encoder.costs_nbytes(jobs)) > 0
-    for block, mine in zip(blocks, encoded.blocks, strict=True):
+    for block, mine in zip(blocks, encoded.run, strict=True):
         theirs = cpu_encode(block, chain)
         assert decoded(mine, chain) == block.tobytes()
         assert mine.data.nbytes <= theirs.data.nbytes

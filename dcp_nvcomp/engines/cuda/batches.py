@@ -148,12 +148,16 @@ class Pieces:
     places: I64  # their places in scratch memory, relative to their block's
 
 
+# The chains of a batch, and of how many blocks on end each is.
+ChainRuns = tuple[tuple[CodecChain, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class BatchLayout:
     """The layouts of a batch's blocks, joined."""
 
-    chains: tuple[CodecChain, ...]  # of each block, as is all that follows
-    nbytes: I64
+    runs: ChainRuns
+    nbytes: I64  # of each block, as is all that follows
     flags: I64
     is_plain: npt.NDArray[np.bool_]  # True if it is not split into planes
     widths: I64  # see `split_width`
@@ -165,7 +169,7 @@ class BatchLayout:
     pieces: Pieces
     coders: dict[Coder, int]  # with a number each
     coder_of_piece: I64  # the number of its block's coder; -1 without one
-    slice_bounds: list[int]  # of each block, its first slice; one more at the end
+    slice_bounds: I64  # of each block, its first slice; one more at the end
 
 
 class BatchLayouts:
@@ -173,26 +177,28 @@ class BatchLayouts:
 
     def __init__(self, *, every_plane: bool) -> None:
         self._blocks = Layouts(every_plane=every_plane)
-        self._batches: dict[tuple[tuple[int, ...], bytes, bytes], BatchLayout] = {}
+        # by ids, as a chain's hash takes longer than all else; the layout holds the chains
+        self._batches: dict[tuple[tuple[tuple[int, int], ...], bytes, bytes], BatchLayout] = {}
 
-    def get(self, chains: Sequence[CodecChain], nbytes: I64, flags: I64) -> BatchLayout:
+    def get(self, runs: ChainRuns, nbytes: I64, flags: I64) -> BatchLayout:
         """Return the layout of a batch of blocks of these lengths with these flags."""
-        key = tuple(map(id, chains)), nbytes.tobytes(), flags.tobytes()
+        key = tuple([(id(chain), count) for chain, count in runs]), nbytes.tobytes(), flags.tobytes()
         found = self._batches.get(key)
         if found is None:
             if len(self._batches) >= _KEPT_BATCHES:
                 self._batches.clear()
-            found = self._batches[key] = self._joined(tuple(chains), nbytes, flags)
+            found = self._batches[key] = self._joined(runs, nbytes, flags)
         return found
 
-    def _joined(self, chains: tuple[CodecChain, ...], nbytes: I64, flags: I64) -> BatchLayout:
+    def _joined(self, runs: ChainRuns, nbytes: I64, flags: I64) -> BatchLayout:
+        chains = [chain for chain, count in runs for _ in range(count)]
         layouts = [self._blocks.get(*row) for row in zip(chains, nbytes.tolist(), flags.tolist(), strict=True)]
         pieces = _join_pieces(layouts)
         coders, coder_of_block = _number_coders(chains)
         scratch_nbytes = np.array([layout.scratch_nbytes for layout in layouts], np.int64)
         slices = np.array([len(layout.slice_nbytes) for layout in layouts], np.int64)
         return BatchLayout(
-            chains=chains,
+            runs=runs,
             nbytes=nbytes,
             flags=flags,
             is_plain=np.array([chain.array_to_bytes.is_plain for chain in chains], np.bool_),
@@ -205,7 +211,7 @@ class BatchLayouts:
             pieces=pieces,
             coders=coders,
             coder_of_piece=coder_of_block[pieces.block],
-            slice_bounds=starts_of(slices).tolist(),
+            slice_bounds=starts_of(slices),
         )
 
 
@@ -248,10 +254,5 @@ def size_classes(lengths: I64, slice_nbytes: int) -> list[tuple[int, I64]]:
 
 def fitting(costs: Sequence[int], start: int, most: int, budget_nbytes: int) -> int:
     """Return how many items from `start` on fit into a budget together: at least one, at most `most`."""
-    spent, count = 0, 0
-    while count < most and start + count < len(costs):
-        spent += costs[start + count]
-        if count and spent > budget_nbytes:
-            break
-        count += 1
-    return count
+    spent = np.cumsum(costs[start : start + most])
+    return min(max(int(np.searchsorted(spent, budget_nbytes, side="right")), 1), spent.size)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NoReturn
 
 import numpy as np
@@ -132,7 +133,7 @@ class BatchDecoder:
 
     def layout(self, layout: BatchLayout) -> BatchLayout:
         """Return the layout for decoding of a batch that is laid out for encoding."""
-        return self._batches.get(layout.chains, layout.nbytes, layout.flags)
+        return self._batches.get(layout.runs, layout.nbytes, layout.flags)
 
     def costs_nbytes(self, jobs: Sequence[DecodeJob]) -> list[int]:
         """Return the device memory that decoding each block takes, in addition to the block."""
@@ -268,7 +269,9 @@ def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[lis
 
 def _layout_of(batches: BatchLayouts, jobs: Sequence[DecodeJob]) -> BatchLayout:
     nbytes = np.array([job.out.numel() for job in jobs], np.int64)
-    return batches.get([job.chain for job in jobs], nbytes, np.array([job.row.flags for job in jobs], np.int64))
+    flags = np.array([job.row.flags for job in jobs], np.int64)
+    runs = [[*same] for _, same in groupby((job.chain for job in jobs), id)]
+    return batches.get(tuple([(chains[0], len(chains)) for chains in runs]), nbytes, flags)
 
 
 def _slice_nbytes(jobs: Sequence[DecodeJob]) -> I64:

@@ -178,10 +178,11 @@ class CudaDevice:
         self.nvcomp = load_nvcomp()
         self.nvcomp_memory = installed_memory()
         self._cupy = load_cupy()
-        self._own_stream = _lent_stream(self._cupy, index)
-        weakref.finalize(self, _STREAMS[index].append, self._own_stream).atexit = False
+        self._own_stream, copy_stream = _lent_stream(self._cupy, index), _lent_stream(self._cupy, index)
+        weakref.finalize(self, _STREAMS[index].extend, [self._own_stream, copy_stream]).atexit = False
         self.stream_handle = int(self._own_stream.ptr)
-        self._stream = torch.cuda.ExternalStream(self.stream_handle, device=self.torch_device)  # type: ignore[no-untyped-call]
+        self._stream = _of_torch(self._own_stream, self.torch_device)
+        self._copy_stream = _of_torch(copy_stream, self.torch_device)
         # no method of this object, which would then live until the garbage collector runs, and its memory with it
         self.arena = Arena(
             partial(_reserve, self.torch_device, self._stream), partial(_return_memory, self.torch_device)
@@ -218,7 +219,10 @@ class CudaDevice:
                 try:
                     yield
                 finally:
-                    self._stream.synchronize()
+                    try:
+                        self._stream.synchronize()
+                    finally:
+                        self._copy_stream.synchronize()
 
     def current(self) -> AbstractContextManager[object]:
         return torch.cuda.device(self.torch_device)
@@ -227,7 +231,14 @@ class CudaDevice:
         target.copy_(host_tensor(host), non_blocking=True)
 
     def copy_out(self, source: Tensor, host: memoryview) -> None:
-        host_tensor(host).copy_(source, non_blocking=True)
+        # beside what is computed next: the bus and the multiprocessors have nothing to wait for each other
+        self._copy_stream.wait_stream(self._stream)
+        with torch.cuda.stream(self._copy_stream):
+            host_tensor(host).copy_(source, non_blocking=True)
+
+
+def _of_torch(stream: Any, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(int(stream.ptr), device=device)  # type: ignore[no-untyped-call]
 
 
 def _reserve(device: torch.device, stream: torch.cuda.Stream, nbytes: int) -> Tensor:

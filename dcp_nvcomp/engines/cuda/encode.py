@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import BlockRow, CodecChain, EncodedBlock, checksum
+from dcp_nvcomp.codecs.base import CodecChain, checksum
+from dcp_nvcomp.codecs.encoded_run import EncodedRun
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BatchLayout,
@@ -48,31 +49,56 @@ _CRC_SHARE_NBYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeJob:
-    """One block to encode."""
+    """One block to encode, or several that lie one after the other in memory."""
 
     tensors: tuple[Tensor, ...]
     chain: CodecChain  # its codec chain; ANS names the version of nvCOMP that is here
     # what the work waits for, so that the elements are there; None for the current stream
     ready: torch.cuda.Event | None = None
+    # of several blocks, where each begins in the only tensor, which is contiguous and uint8, and the end of the last
+    bounds: I64 | None = None
+
+    @property
+    def count(self) -> int:
+        return 1 if self.bounds is None else self.bounds.size - 1
 
     @property
     def nbytes(self) -> int:
-        if len(self.tensors) == 1:  # of almost all blocks, and a batch has hundreds
-            return self.tensors[0].nbytes
-        return sum(tensor.nbytes for tensor in self.tensors)
+        return int(self.block_nbytes.sum())
+
+    @property
+    def block_nbytes(self) -> I64:
+        """The size of each block."""
+        if self.bounds is None:
+            return np.array([sum(tensor.nbytes for tensor in self.tensors)])
+        return np.diff(self.bounds)
 
     @property
     def is_run(self) -> bool:
-        """True if the block is one contiguous run in memory; else encoding makes a copy that is."""
+        """True if its blocks are one contiguous run in memory; else encoding makes a copy that is."""
         return len(self.tensors) == 1 and self.tensors[0].is_contiguous()
 
-    def bytes(self, empty: Callable[[int], Tensor]) -> Tensor:
-        """Return the block as a contiguous uint8 tensor: a view if possible, else a copy."""
-        if self.is_run:
-            (tensor,) = self.tensors
-            if tensor.dtype == torch.uint8 and tensor.dim() == 1:
-                return tensor
-            return tensor.reshape(-1).view(torch.uint8)
+    def part(self, first: int, stop: int) -> EncodeJob:
+        """Return some of the blocks."""
+        if (first, stop) == (0, self.count):
+            return self
+        assert self.bounds is not None
+        return replace(self, bounds=self.bounds[first : stop + 1])
+
+    def single(self, at: int) -> EncodeJob:
+        """Return one of the blocks, as a job that has no other."""
+        if self.bounds is None:
+            return self
+        start, stop = self.bounds[at : at + 2].tolist()
+        return EncodeJob((self.tensors[0][start:stop],), self.chain, self.ready)
+
+    def starts(self, address: int) -> I64:
+        """Return where each block begins, if the run begins at this address."""
+        return np.array([address]) if self.bounds is None else self.bounds[:-1] + address
+
+    def copy(self, empty: Callable[[int], Tensor]) -> Tensor:
+        """Return a copy of the only block that is a contiguous run."""
+        assert self.bounds is None
         copy, start = empty(self.nbytes), 0
         for tensor in self.tensors:
             stop = start + tensor.numel() * tensor.element_size()
@@ -81,11 +107,22 @@ class EncodeJob:
         return copy
 
 
+def part_of(jobs: Sequence[EncodeJob], first: int, stop: int) -> list[EncodeJob]:
+    """Return some of the blocks of several jobs, numbered through all of them."""
+    found, begin = [], 0
+    for job in jobs:
+        end = begin + job.count
+        if begin < stop and first < end:
+            found.append(job.part(max(first - begin, 0), min(stop, end) - begin))
+        begin = end
+    return found
+
+
 @dataclass(frozen=True)
 class EncodedBatch:
     """The encoded blocks of a batch."""
 
-    blocks: list[EncodedBlock]  # in the order of the jobs
+    run: EncodedRun  # in the order of the jobs
     wrong: list[int]  # the numbers of those that do not decode to their block
 
 
@@ -101,17 +138,18 @@ class BatchEncoder:
 
     def costs_nbytes(self, jobs: Sequence[EncodeJob]) -> list[int]:
         """Return the device memory that encoding each block takes, in addition to the block."""
-        known: dict[tuple[int, int, bool], int] = {}
-        costs = []
+        known: dict[tuple[int, bool], dict[int, int]] = {}
+        costs: list[int] = []
         for job in jobs:
-            key = id(job.chain), job.nbytes, job.is_run
-            if key not in known:
-                known[key] = self._cost_nbytes(job)
-            costs.append(known[key])
+            of_size = known.setdefault((id(job.chain), job.is_run), {})
+            sizes = job.block_nbytes.tolist()
+            for nbytes in set(sizes) - of_size.keys():
+                of_size[nbytes] = self._cost_nbytes(job, nbytes)
+            costs += map(of_size.__getitem__, sizes)
         return costs
 
-    def _cost_nbytes(self, job: EncodeJob) -> int:
-        chain, nbytes = job.chain, job.nbytes
+    def _cost_nbytes(self, job: EncodeJob, nbytes: int) -> int:
+        chain = job.chain
         layout = self._layouts.get(chain, nbytes, 0)
         cost = layout.scratch_nbytes + chain.max_encoded_nbytes(nbytes) + _OVERHEAD_NBYTES
         if not job.is_run:
@@ -124,44 +162,27 @@ class BatchEncoder:
         return cost if self._decoder is None else cost + nbytes
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> EncodedBatch:
-        # those that are split into planes first: the kernels' tables count rows from 0
-        order = sorted(range(len(jobs)), key=[job.chain.array_to_bytes.is_plain for job in jobs].__getitem__)
-        encoded, wrong = self._encode([jobs[index] for index in order], out)
-        if order == sorted(order):
-            return EncodedBatch(encoded, sorted(wrong))
-        in_order = dict(zip(order, encoded, strict=True))
-        return EncodedBatch([in_order[index] for index in range(len(jobs))], sorted(order[at] for at in wrong))
-
-    def _encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> tuple[list[EncodedBlock], set[int]]:
         after = {job.ready for job in jobs if job.ready is not None}
         with self._device.session([tensor for job in jobs for tensor in job.tensors], tuple(after)):
-            runs = [job.bytes(self._device.arena.empty) for job in jobs]
-            data = np.array([run.data_ptr() for run in runs], np.int64)
-            nbytes = np.array([run.numel() for run in runs], np.int64)
-            layout = self._batches.get([job.chain for job in jobs], nbytes, np.zeros_like(nbytes))
-            results = torch.zeros((3, len(jobs)), dtype=torch.int32, device=self._device.torch_device)
+            copies = {at: job.copy(self._device.arena.empty) for at, job in enumerate(jobs) if not job.is_run}
+            runs = [copies.get(at, job.tensors[0]) for at, job in enumerate(jobs)]
+            data = np.concatenate([job.starts(run.data_ptr()) for job, run in zip(jobs, runs, strict=True)])
+            nbytes = np.concatenate([job.block_nbytes for job in jobs])
+            layout = self._batches.get(tuple([(job.chain, job.count) for job in jobs]), nbytes, np.zeros_like(nbytes))
+            results = torch.zeros((3, nbytes.size), dtype=torch.int32, device=self._device.torch_device)
             crc, seen, flags = results.unbind()
             scratch, bases = self._split(layout, data, (crc, seen, flags))
             coded = self._code(layout, scratch, bases)
             crcs, _, all_flags = results.cpu().numpy().view(np.uint32)
-            layout = self._batches.get(layout.chains, nbytes, all_flags.astype(np.int64))
+            layout = self._batches.get(layout.runs, nbytes, all_flags.astype(np.int64))
             run, stored_nbytes, starts = self._gather(layout.pieces, bases, coded)
             self._device.copy_out(run, out[: run.numel()])
             bounds = starts[layout.pieces.bounds]
             encoded_crcs = start_crcs(self._device, bounds[:-1] + run.data_ptr(), bounds[1:] - bounds[:-1])
             slice_nbytes = stored_nbytes[layout.pieces.coded]
             wrong = self._check(layout, slice_nbytes, crcs, run, bounds[:-1], scratch)
-            columns = bounds[:-1], bounds[1:], layout.flags, read_crcs(encoded_crcs), crcs, nbytes
-        sizes, slices = slice_nbytes.tolist(), layout.slice_bounds
-        encoded = [
-            EncodedBlock(out[start:stop], BlockRow(flag, tuple(sizes[first:last]), encoded_crc, crc), length)
-            for start, stop, flag, encoded_crc, crc, length, first, last in zip(
-                *(column.tolist() for column in columns), slices[:-1], slices[1:], strict=True
-            )
-        ]
-        if self._decoder is not None:
-            wrong |= self._arrived_wrong(encoded)
-        return encoded, wrong
+            columns = all_flags, read_crcs(encoded_crcs), crcs, nbytes, slice_nbytes, layout.slice_bounds
+        return EncodedBatch(EncodedRun(out[: run.numel()], bounds, *columns), sorted(wrong))
 
     def _check(
         self, layout: BatchLayout, slice_nbytes: I64, crcs: U32, run: Tensor, starts: I64, scratch: Tensor
@@ -179,22 +200,18 @@ class BatchEncoder:
         scratch[: int(blocks.layout.scratch_starts[-1])].bitwise_not_()
         return {*self._decoder.decode_on_device(blocks, run, starts, scratch)}
 
-    def _arrived_wrong(self, encoded: Sequence[EncodedBlock]) -> set[int]:
-        """Return the blocks that are not in host memory as they were checked: neither copy nor CRCs are believed."""
-        crcs = _checksums([block.data for block in encoded])
-        return {at for at, crc in enumerate(crcs) if crc != encoded[at].row.encoded_crc}
-
     def _split(self, layout: BatchLayout, data: I64, results: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, I64]:
         """Inspect the blocks and bring them into scratch memory; returns it, and where each block's pieces begin."""
-        device, count = self._device, int((~layout.is_plain).sum())
+        device = self._device
         crc, seen, flags = results
         scratch = device.arena.empty(int(layout.scratch_starts[-1]))
         # stored as it is, a block needs no scratch memory: its piece is the block itself
         bases = np.where(layout.scratch_nbytes > 0, layout.scratch_starts[:-1] + scratch.data_ptr(), data)
-        columns = data, layout.nbytes, layout.widths, layout.packs, layout.planes + bases[:, np.newaxis]
-        device.kernels.inspect(block_table(*columns), crc, seen)
-        device.kernels.split(block_table(*(column[:count] for column in columns)), seen[:count], flags[:count])
-        copied = np.flatnonzero(layout.scratch_nbytes[count:]) + count
+        columns = layout.widths, layout.packs, layout.planes + bases[:, np.newaxis]
+        device.kernels.inspect(block_table(data, layout.nbytes, *columns), crc, seen)
+        # the others have no tiles, but a row: results are numbered by rows
+        device.kernels.split(block_table(data, np.where(layout.is_plain, 0, layout.nbytes), *columns), seen, flags)
+        copied = np.flatnonzero(layout.is_plain & (layout.scratch_nbytes > 0))
         if copied.size:
             nbytes = layout.nbytes[copied]
             device.kernels.copy(copy_table(data[copied], bases[copied], nbytes, np.zeros_like(nbytes)))
@@ -232,20 +249,24 @@ class BatchEncoder:
         return run, stored_nbytes, starts
 
 
-def _checksums(blocks: Sequence[memoryview]) -> list[int]:
-    """Return the CRCs of blocks: one core computes them at a fraction of the rate at which they arrive."""
-    threads = min(_CRC_THREADS, len(blocks), -(-sum(block.nbytes for block in blocks) // _CRC_SHARE_NBYTES))
+def arrived_wrong(run: EncodedRun) -> list[int]:
+    """Return the blocks that are not in host memory as they were checked: neither copy nor CRCs are believed.
+
+    One core computes CRCs at a fraction of the rate at which bytes arrive.
+    """
+    bounds, expected = run.bounds.tolist(), run.encoded_crcs.tolist()
+    threads = min(_CRC_THREADS, len(run), -(-bounds[-1] // _CRC_SHARE_NBYTES))
+
+    def wrong_of(blocks: range) -> list[int]:
+        return [at for at in blocks if checksum(run.data[bounds[at] : bounds[at + 1]]) != expected[at]]
+
     if threads < 2:
-        return [checksum(block) for block in blocks]
-    share = -(-len(blocks) // threads)
-    parts = [blocks[start : start + share] for start in range(0, len(blocks), share)]
-
-    def crcs_of(part: Sequence[memoryview]) -> list[int]:
-        return [checksum(block) for block in part]
-
+        return wrong_of(range(len(run)))
+    share = -(-len(run) // threads)
+    parts = [range(start, min(start + share, len(run))) for start in range(0, len(run), share)]
     with ThreadPoolExecutor(threads - 1) as pool:
         try:
-            others = [pool.submit(crcs_of, part) for part in parts[1:]]
+            others = [pool.submit(wrong_of, part) for part in parts[1:]]
         except RuntimeError:  # the interpreter ends, while the last asynchronous save is written
-            return crcs_of(blocks)
-        return crcs_of(parts[0]) + [crc for other in others for crc in other.result()]
+            return wrong_of(range(len(run)))
+        return wrong_of(parts[0]) + [at for other in others for at in other.result()]

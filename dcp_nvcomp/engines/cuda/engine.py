@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, checksum
+from dcp_nvcomp.codecs.encoded_run import EncodedRun
 from dcp_nvcomp.engines.cuda.batches import padded_nbytes, starts_of
 from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobChecks
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
-from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
+from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob, arrived_wrong, part_of
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine, EnginePolicy, FallBack
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders
@@ -45,8 +46,6 @@ class CudaEngine:
     CPU engine, with one warning. So is a block that came out wrong. Blocks of codecs that it does not know are always
     left to the CPU engine.
     """
-
-    _encoder_type = BatchEncoder
 
     def __init__(
         self,
@@ -79,39 +78,63 @@ class CudaEngine:
         # each keeps what it has worked out of batches, which the next task and the next save have again
         if policy.check_encodes not in self._encoders:
             decoder = self._decoder if policy.check_encodes else None
-            self._encoders[policy.check_encodes] = self._encoder_type(self._device, self.coders, decoder)
+            self._encoders[policy.check_encodes] = BatchEncoder(self._device, self.coders, decoder)
         self._encoder = self._encoders[policy.check_encodes]
 
-    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
-        served = _served([job.chain for job in jobs], self.coders.encodes)
-        encoded = dict(zip(served, self._encode_served([jobs[at] for at in served], out), strict=True))
-        position = sum(block.data.nbytes for block in encoded.values())
-        for at in range(len(jobs)):
-            if at not in encoded:
-                self._fall_back.of_chain(jobs[at].chain, ENCODE)
-                encoded[at] = self._copying.encode_block(jobs[at], out[position:])
-                position += encoded[at].data.nbytes
-        return [encoded[at] for at in range(len(jobs))]
+    def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> Sequence[EncodedBlock]:
+        """Encode blocks; what comes out is right, or an error is raised."""
+        return self.put_right(jobs, self.encode_checked(jobs, out), out)
 
-    def _encode_served(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
-        costs = self._costs(lambda: self._encoder.costs_nbytes(jobs), len(jobs))
+    def encode_checked(self, jobs: Sequence[EncodeJob], out: memoryview) -> Sequence[EncodedBlock]:
+        """Encode blocks, of which not all may have arrived as they were checked on the GPU: see `put_right`."""
+        served = _served([job.chain for job in jobs], self.coders.encodes)
+        if len(served) == len(jobs):
+            return self._encode_served(jobs, out)
+        encoded = self._encode_served([jobs[at] for at in served], out)
+        position = sum(block.data.nbytes for block in encoded)
+        blocks, found = iter(encoded), list[EncodedBlock]()
+        for at, job in enumerate(jobs):
+            if at in served:
+                found += [next(blocks) for _ in range(job.count)]
+                continue
+            self._fall_back.of_chain(job.chain, ENCODE)
+            found += self._copying.encode([job], out[position:])
+            position += sum(block.data.nbytes for block in found[-job.count :])
+        return found
+
+    def put_right(
+        self, jobs: Sequence[EncodeJob], encoded: Sequence[EncodedBlock], out: memoryview
+    ) -> Sequence[EncodedBlock]:
+        """Compare what arrived in host memory with what was checked; any thread may, once the engine is given back."""
+        if not self._policy.check_encodes or not isinstance(encoded, EncodedRun):
+            return encoded
+        wrong = arrived_wrong(encoded)
+        return self._encoded_again(jobs, encoded, wrong, out, CopyingEngine()) if wrong else encoded
+
+    def _encode_served(self, jobs: Sequence[EncodeJob], out: memoryview) -> Sequence[EncodedBlock]:
+        count = sum(job.count for job in jobs)
+        costs = self._costs(lambda: self._encoder.costs_nbytes(jobs), count)
         encoded: list[EncodedBlock] = []
-        position, most = 0, len(jobs)
-        while len(encoded) < len(jobs):
-            count = self._fitting(costs, len(encoded), most)
-            batch, room = jobs[len(encoded) : len(encoded) + count], out[position:]
+        position, most = 0, count
+        while len(encoded) < count:
+            fitting = self._fitting(costs, len(encoded), most)
+            batch, room = part_of(jobs, len(encoded), len(encoded) + fitting), out[position:]
             done = self._encode_batch(batch, room)
             if done is None:
-                if count > 1:
-                    most = count // 2
+                if fitting > 1:
+                    most = fitting // 2
                     continue
                 self._fall_back.of_block(batch[0].chain, self._copying.reason)
-                done = [self._copying.encode_block(batch[0], room)]
+                done = self._copying.encode(batch, room)
+            if fitting == count:
+                return done
+            if isinstance(done, EncodedRun):
+                done = self.put_right(batch, done, room)
             encoded += done
             position += sum(block.data.nbytes for block in done)
         return encoded
 
-    def _encode_batch(self, batch: Sequence[EncodeJob], room: memoryview) -> list[EncodedBlock] | None:
+    def _encode_batch(self, batch: Sequence[EncodeJob], room: memoryview) -> Sequence[EncodedBlock] | None:
         """Return the encoded blocks of a batch, checked and put right; None if the GPU failed."""
         if (reason := self.health.unusable) is not None:
             self._fall_back.of_everything(reason)
@@ -121,22 +144,29 @@ class CudaEngine:
             return None
         if not done.wrong:
             self.health.succeeded()
-            return done.blocks
-        for at in done.wrong:
-            self._fall_back.of_wrong_block(batch[at].chain)
-        self.health.was_wrong(len(done.wrong), "encoded")
-        wrong = set(done.wrong)
-        kept = {at: bytes(block.data) for at, block in enumerate(done.blocks) if at not in wrong}
+            return done.run
+        return self._encoded_again(batch, done.run, [*done.wrong], room, self._copying)
+
+    def _encoded_again(
+        self, jobs: Sequence[EncodeJob], run: EncodedRun, wrong: Sequence[int], room: memoryview, cpu: CopyingEngine
+    ) -> list[EncodedBlock]:
+        """Have the CPU encode the blocks that are wrong, and those that did not arrive."""
+        wrong = sorted({*wrong, *arrived_wrong(run)}) if self._policy.check_encodes else wrong
+        singles, blocks = [job.single(at) for job in jobs for at in range(job.count)], list(run)
+        for at in wrong:
+            self._fall_back.of_wrong_block(singles[at].chain)
+        self.health.was_wrong(len(wrong), "encoded")
+        kept = {at: bytes(block.data) for at, block in enumerate(blocks) if at not in wrong}
         position = 0
-        for at, job in enumerate(batch):
+        for at, job in enumerate(singles):
             target = room[position:]
-            if at in wrong:
-                done.blocks[at] = replace(self._copying.encode_block(job, target), was_wrong=True)
-            else:
+            if at in kept:
                 target[: len(kept[at])] = kept[at]
-                done.blocks[at] = replace(done.blocks[at], data=target[: len(kept[at])])
-            position += done.blocks[at].data.nbytes
-        return done.blocks
+                blocks[at] = replace(blocks[at], data=target[: len(kept[at])])
+            else:
+                blocks[at] = replace(cpu.encode_block(job, target), was_wrong=True)
+            position += blocks[at].data.nbytes
+        return blocks
 
     def decode(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
         """Decode blocks; returns once all of them are complete."""
@@ -199,14 +229,14 @@ class CudaEngine:
         self._copying.place(host, job)
         return doubt.is_known
 
-    def encode_unaided(self, jobs: Sequence[EncodeJob], out: memoryview) -> list[EncodedBlock]:
+    def encode_unaided(self, jobs: Sequence[EncodeJob], out: memoryview) -> Sequence[EncodedBlock]:
         """Encode a batch, and raise an error of any type if the GPU fails or is wrong."""
         with self._device.current():
             self.memory.grow(sum(self._encoder.costs_nbytes(jobs)))
         batch = self._encoder.encode(jobs, out)
-        if batch.wrong:
+        if batch.wrong or arrived_wrong(batch.run):
             raise RuntimeError("a block was encoded to wrong bytes")
-        return batch.blocks
+        return batch.run
 
     def decode_unaided(self, jobs: Sequence[DecodeJob]) -> None:
         """Decode a batch, and raise an error of any type if the GPU fails or is wrong."""

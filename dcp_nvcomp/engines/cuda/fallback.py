@@ -85,12 +85,21 @@ class CopyingEngine:
         encoded: list[EncodedBlock] = []
         position = 0
         for job in jobs:
-            encoded.append(self.encode_block(job, out[position:]))
-            position += encoded[-1].data.nbytes
+            for at in range(job.count):
+                encoded.append(self.encode_block(job.single(at), out[position:]))
+                position += encoded[-1].data.nbytes
+        return encoded
+
+    encode_checked = encode
+
+    def put_right(
+        self, jobs: Sequence[EncodeJob], encoded: Sequence[EncodedBlock], out: memoryview
+    ) -> Sequence[EncodedBlock]:
+        """As `CudaEngine.put_right`: nothing can be wrong here."""
         return encoded
 
     def encode_block(self, job: EncodeJob, out: memoryview) -> EncodedBlock:
-        """Encode a block to the start of `out`."""
+        """Encode a job of one block to the start of `out`."""
         self._check(job.chain)
         with self._copies(job.tensors[0].device):
             if job.ready is not None:

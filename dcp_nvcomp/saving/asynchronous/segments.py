@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from dcp_nvcomp.codecs.base import EncodedBlock
+from dcp_nvcomp.codecs.encoded_run import encoded_nbytes
 from dcp_nvcomp.engines.tensors import PinnedMemory, fresh_allocate, pinned_allocate
 from dcp_nvcomp.saving.encode.tasks import HOST_ROOM_NBYTES, Cancelled, JobMemory, Room, TaskMemory
 
@@ -147,8 +148,8 @@ class _Staged(Room):
         self.view = segment.view[segment.position :]
         self.lane, self.segment, self.kept_nbytes = lane, segment, lane.room_nbytes
 
-    def keep(self, blocks: list[EncodedBlock], nbytes: int) -> list[EncodedBlock]:
-        if sum(len(block.data) for block in blocks) < nbytes:
+    def keep(self, blocks: Sequence[EncodedBlock], nbytes: int) -> Sequence[EncodedBlock]:
+        if encoded_nbytes(blocks) < nbytes:
             blocks, nbytes = _without_gaps(blocks, self.view)
         self.kept_nbytes = nbytes
         self.lane.filled(self.segment, nbytes)

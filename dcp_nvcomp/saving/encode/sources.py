@@ -14,7 +14,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, ScratchArrays
 from dcp_nvcomp.codecs.choose import Judge
+from dcp_nvcomp.codecs.encoded_run import encoded_nbytes
 from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda.batches import starts_of
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
@@ -71,7 +73,7 @@ class Part:
     boxes: Sequence[Box]
 
 
-def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tuple[list[EncodedBlock], int]:
+def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tuple[Sequence[EncodedBlock], int]:
     device = parts[0].source.cuda_device
     if device is not None:
         jobs: list[EncodeJob] = []
@@ -79,8 +81,10 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tu
             assert isinstance(part.source, _CudaEncoded)
             jobs += part.source.jobs(part.boxes, part.choice.chain)
         with shared_pool().lend(device, bench.policy) as engine:
-            encoded = engine.encode(jobs, out)
-        return encoded, sum(block.data.nbytes for block in encoded)
+            encoded = engine.encode_checked(jobs, out)
+        # another thread may have the engine meanwhile
+        encoded = engine.put_right(jobs, encoded, out)
+        return encoded, encoded_nbytes(encoded)
     blocks: list[EncodedBlock] = []
     position = 0
     for part in parts:
@@ -183,15 +187,12 @@ class CudaSource(_CudaEncoded):
         (tensor,) = self.tensors
         if not tensor.is_contiguous():
             return [EncodeJob((tensor[box.index],), chain, self.ready) for box in boxes]
-        # one operation of torch for each block, and not several, after each of which threads contend
-        run, nbytes = tensor.reshape(-1).view(torch.uint8), tensor.element_size()
-        jobs = []
-        for box in boxes:
-            first, stop = element_span(tensor.shape, box)
-            is_run = stop - first == box.elements
-            part = run[first * nbytes : stop * nbytes] if is_run else tensor[box.index]
-            jobs.append(EncodeJob((part,), chain, self.ready))
-        return jobs
+        # blocks of rows follow each other in memory
+        nbytes, first = tensor.element_size(), element_span(tensor.shape, boxes[0])[0]
+        bounds = starts_of(np.array([box.elements for box in boxes])) + first
+        assert element_span(tensor.shape, boxes[-1])[1] == bounds[-1]
+        run = tensor.reshape(-1).view(torch.uint8)
+        return [EncodeJob((run,), chain, self.ready, bounds * nbytes)]
 
 
 class CudaPackSource(_CudaEncoded):

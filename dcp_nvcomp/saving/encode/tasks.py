@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 import torch
@@ -35,7 +35,7 @@ class Task:
         self.records: list[tuple[PendingRecord, int, bool]] = []
         self.memory: TaskMemory | None = None
         self.room: Room | None = None
-        self.blocks: list[EncodedBlock] = []
+        self.blocks: Sequence[EncodedBlock] = ()
         # held until encoded: a lock and not an Event, which takes ten times as long (4 us) for each block of 1 MiB
         self.done = threading.Lock()
         self.done.acquire()
@@ -132,7 +132,7 @@ class Room(ABC):
     view: memoryview
 
     @abstractmethod
-    def keep(self, blocks: list[EncodedBlock], nbytes: int) -> list[EncodedBlock]:
+    def keep(self, blocks: Sequence[EncodedBlock], nbytes: int) -> Sequence[EncodedBlock]:
         """Say what is needed from now on; on the thread that encodes."""
 
     @abstractmethod
@@ -190,7 +190,7 @@ class _Buffer(Room):
     def __init__(self, view: memoryview, pool: BufferPool) -> None:
         self.view, self.pool = view, pool
 
-    def keep(self, blocks: list[EncodedBlock], nbytes: int) -> list[EncodedBlock]:
+    def keep(self, blocks: Sequence[EncodedBlock], nbytes: int) -> Sequence[EncodedBlock]:
         return blocks
 
     def release(self) -> None:
