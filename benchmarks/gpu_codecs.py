@@ -77,7 +77,7 @@ class Metered(CudaEngine):
     """An engine on a `Meter`, with which nothing arrives on the host: what should have arrived is not compared."""
 
     def put_right(
-        self, jobs: Sequence[EncodeJob], encoded: Sequence[EncodedBlock], out: memoryview
+        self, jobs: Sequence[EncodeJob], encoded: Sequence[EncodedBlock], out: memoryview, policy: EnginePolicy
     ) -> Sequence[EncodedBlock]:
         return encoded
 

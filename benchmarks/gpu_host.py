@@ -28,10 +28,12 @@ from torch import Tensor
 from benchmarks.gpu_codecs import Metered
 from benchmarks.measuring import invocation, machine, versions
 from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs.encoded_run import EncodedRun
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
 from dcp_nvcomp.engines.cuda.batches import RowTable
+from dcp_nvcomp.engines.cuda.decode_jobs import DecodeRun
 from dcp_nvcomp.engines.cuda.device import Launch
-from dcp_nvcomp.engines.cuda.engine import DecodeJob, EncodeJob, EnginePolicy
+from dcp_nvcomp.engines.cuda.engine import EncodeJob, EnginePolicy
 
 __all__ = ["NullDevice", "main", "measured"]
 
@@ -107,7 +109,7 @@ class _Work:
         self._chain = chain
         count = nbytes // chain.block_nbytes
         self._room = memoryview(bytearray(1)) if count == 0 else torch.empty(2 * nbytes, dtype=torch.uint8).numpy().data
-        self._decode_jobs: list[DecodeJob] = []
+        self._runs: list[DecodeRun] = []
 
     def encode(self) -> None:
         """Encode as a save does: blocks are made of tensors first."""
@@ -120,14 +122,17 @@ class _Work:
         bounds = np.arange(0, 16 * MIB + 1, chain.block_nbytes)
         jobs = [EncodeJob((tensor,), chain, bounds=bounds) for tensor in self._tensors]
         encoded = self._engine.encode(jobs, self._room)
-        if not self._decode_jobs:
-            blocks = [block for tensor in self._tensors for block in tensor.split(chain.block_nbytes)]
-            rows = zip(encoded, blocks, strict=True)
-            self._decode_jobs = [DecodeJob(one.data, one.row, chain, block) for one, block in rows]
+        if not self._runs:
+            assert isinstance(encoded, EncodedRun)
+            each = bounds.size - 1
+            self._runs = [
+                DecodeRun(encoded[at * each : (at + 1) * each], chain, tensor)
+                for at, tensor in enumerate(self._tensors)
+            ]
 
     def decode(self) -> None:
         """Decode, but for what is looked at on the host before: the frames are none."""
-        self._engine._decode_served(self._decode_jobs, "stored")
+        self._engine._decode_served(self._runs, "stored")
 
 
 def measured(nbytes: int, repeats: int) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import overload
 
 import numpy as np
@@ -35,6 +36,11 @@ class EncodedRun(Sequence[EncodedBlock]):
     nbytes: I64  # of the decoded blocks
     slice_nbytes: I64  # of each slice of each block, its encoded size
     slice_bounds: I64  # of each block, its first slice, and the number of all
+
+    @cached_property
+    def encoded_nbytes(self) -> I64:
+        """The size of each encoded block."""
+        return np.diff(self.bounds)
 
     @property
     def uncompressed_nbytes(self) -> int:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from dcp_nvcomp.codecs.base import BlockRow
+from dcp_nvcomp.codecs.encoded_run import EncodedRun
 from dcp_nvcomp.errors import FileMismatchError, TruncatedFileError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import Footer, parse_footer
@@ -31,6 +34,21 @@ def block_row(footer: Footer, number: int) -> BlockRow:
         tuple(tables.slice_nbytes[starts[number] : starts[number + 1]].tolist()),
         int(tables.encoded_crc[number]),
         int(tables.uncompressed_crc[number]),
+    )
+
+
+def encoded_run(footer: Footer, first: int, stop: int, data: memoryview) -> EncodedRun:
+    """Return consecutive blocks, whose stored bytes are `data`, with their rows of the tables."""
+    tables, slices = footer.tables, footer.slice_starts[first : stop + 1]
+    return EncodedRun(
+        data,
+        footer.block_offsets[first : stop + 1] - footer.block_offsets[first],
+        tables.flags[first:stop],
+        tables.encoded_crc[first:stop],
+        tables.uncompressed_crc[first:stop],
+        footer.block_nbytes[first:stop],
+        tables.slice_nbytes[slices[0] : slices[-1]].astype(np.int64),
+        slices - slices[0],
     )
 
 

@@ -21,14 +21,14 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting
 from dcp_nvcomp.engines.cuda.coders import DECODE
-from dcp_nvcomp.engines.cuda.decode import DecodeJob, JobChecks
+from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob, DecodeRun, JobChecks
 from dcp_nvcomp.engines.cuda.engine import BlockEngine
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import PinnedMemory, pinned_allocate, plain_allocate
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.format.block_grid import Strip, alone, strips
-from dcp_nvcomp.format.data_file import block_row
+from dcp_nvcomp.format.data_file import block_row, encoded_run
 from dcp_nvcomp.format.framing import check_header
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
 from dcp_nvcomp.storage.base import Filesystem
@@ -169,6 +169,50 @@ class Decoder:
 
     def _decode_on_gpu(self, device: torch.device, blocks: list[BlockRead], fetched: Fetched) -> None:
         """Decode blocks with an engine; one that turns out to be corrupt is read once more."""
+        runs, others = self._runs(blocks, fetched, device)
+        if runs:
+            try:
+                with self._gpu.engine(device) as engine:
+                    engine.decode_checked(runs, verify=self._verify)
+            except CorruptDataError:  # each alone, which finds out which it is
+                others = blocks
+        self._decode_alone(device, others, fetched)
+
+    def _runs(
+        self, blocks: list[BlockRead], fetched: Fetched, device: torch.device
+    ) -> tuple[list[DecodeRun], list[BlockRead]]:
+        """Return what follows each other in the file and in memory and is as it was stored, and the other blocks."""
+        runs, others = list[DecodeRun](), list[BlockRead]()
+        for _, same in groupby(enumerate(blocks), lambda one: (one[1].number - one[0], _only_target(one[1]))):
+            these = [block for _, block in same]
+            run = self._run(these, fetched, device) if len(these) > 1 else None
+            if run is None:
+                others += these
+            else:
+                runs.append(run)
+        return runs, others
+
+    def _run(self, blocks: list[BlockRead], fetched: Fetched, device: torch.device) -> DecodeRun | None:
+        read, first, last = fetched.read, blocks[0], blocks[-1]
+        target, chain = first.targets[0], first.record.chain
+        assert chain is not None
+        if target.destination.device != device:
+            return None
+        out = target.destination.direct_run_on_device([block.box for block in blocks])
+        if out is None:
+            return None
+        data = fetched.data[first.start - read.start : last.stop - read.start]
+        run = DecodeRun(
+            encoded_run(read.footer, first.number, last.number + 1, data),
+            chain,
+            out,
+            path=read.footer.path,
+            fqn=first.record.fqn or target.record.fqn,
+            offset=first.start,
+        )
+        return run if self._checks.passes(run) else None
+
+    def _decode_alone(self, device: torch.device, blocks: list[BlockRead], fetched: Fetched) -> None:
         read, again, for_cpu = fetched.read, set[object](), list[_Pair]()
         todo = [(block, self._checked(block, fetched, device)) for block in blocks]
         while todo:

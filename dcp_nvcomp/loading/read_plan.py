@@ -268,6 +268,10 @@ class Destination(ABC):
         """Return a block's memory as a uint8 tensor on the destination's device; None if it is not one run of bytes."""
         return None
 
+    def direct_run_on_device(self, blocks: Sequence[Box]) -> torch.Tensor | None:
+        """Return the memory of several blocks, as `direct_on_device`, if they lie there one after the other."""
+        return None
+
     @abstractmethod
     def place(self, block: Box, data: torch.Tensor) -> None:
         """Copy the part of a decoded block that belongs here; `data` is 1-D, uint8, in C order."""
@@ -312,6 +316,21 @@ class Region(Destination):
         first, stop = element_span(self._box.sizes, block)
         nbytes = self._dtype.itemsize
         return self._run[first * nbytes : stop * nbytes] if stop - first == block.elements else None
+
+    def direct_run_on_device(self, blocks: Sequence[Box]) -> torch.Tensor | None:
+        if not self._visible or self._run is None:
+            return None
+        begin = end = None
+        for block in blocks:
+            if not self._box.contains(block):
+                return None
+            first, stop = element_span(self._box.sizes, block.relative_to(self._box.offsets))
+            if stop - first != block.elements or end not in (None, first):
+                return None
+            begin, end = first if begin is None else begin, stop
+        assert begin is not None and end is not None
+        nbytes = self._dtype.itemsize
+        return self._run[begin * nbytes : end * nbytes]
 
     @cached_property
     def _run(self) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -186,8 +187,8 @@ class DataFileWriter:
         self.stream.write(run.data)
         self._position += len(run.data)
         self._encoded_nbytes += len(run.data)
-        row = np.diff(run.bounds), run.flags, run.encoded_crcs, run.crcs
-        for column, values in zip((*self._columns, self._slices), (*row, run.slice_nbytes), strict=True):
+        found: list[npt.NDArray[Any]] = [run.encoded_nbytes, run.flags, run.encoded_crcs, run.crcs, run.slice_nbytes]
+        for column, values in zip((*self._columns, self._slices), found, strict=True):
             column.frombytes(values.astype(np.uint32).tobytes())
         self._progress(run.uncompressed_nbytes)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,15 @@ import torch
 
 from benchmarks.gpu_host import NullDevice
 from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.codecs.encoded_run import EncodedRun, encoded_nbytes, recoded, uncompressed_nbytes
+from dcp_nvcomp.engines.cuda.batches import RowTable
+from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob, DecodeRun, JobChecks
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob, EnginePolicy
+from dcp_nvcomp.errors import CorruptDataError
 
 from .cases import BUDGET, CHAIN, OWN, decoded, engine_on, tensor, weights
-from .kernels_on_cpu import ReferenceKernels
+from .kernels_on_cpu import ReferenceKernels, _memory
 from .nvcomp_stand_in import StandInDevice
 
 CHAINS = (CHAIN, OWN, CodecChain(Bytes()))
@@ -91,6 +97,10 @@ def test_a_block_that_arrives_wrong_is_encoded_again(monkeypatch: pytest.MonkeyP
         encoded = engine.encode(jobs, room_for(jobs))
     assert_right(jobs, encoded)
     assert recoded(encoded) == 1 == engine.health.wrong_blocks
+    for _ in range(3):  # after the third time the CPU has all of it
+        encoded = engine.encode(jobs, room_for(jobs))
+    assert_right(jobs, encoded)
+    assert engine.health.wrong_blocks == 3 and not recoded(encoded)
 
 
 def test_a_run_whose_batch_fails_is_encoded_in_smaller_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +123,106 @@ def test_a_run_of_a_codec_that_no_gpu_knows() -> None:
     assert_right(jobs, encoded)
 
 
+# --- and back ---------------------------------------------------------------------------------------------------------
+
+
+def runs_of(jobs: Sequence[EncodeJob]) -> list[DecodeRun]:
+    """Return the blocks of each job as they would be in a file, to be decoded."""
+    encoded = engine_on(StandInDevice(ReferenceKernels())).encode(jobs, room_for(jobs))
+    assert isinstance(encoded, EncodedRun)
+    runs, at = [], 0
+    for job in jobs:
+        out = tensor(np.full(job.nbytes, 0xEE, np.uint8))
+        offset = 64 + int(encoded.bounds[at])
+        runs.append(DecodeRun(encoded[at : at + job.count], job.chain, out, "run/x.distcp", "w", offset))
+        at += job.count
+    return runs
+
+
+def assert_decoded(jobs: Sequence[EncodeJob], works: Sequence[DecodeRun | DecodeJob]) -> None:
+    assert b"".join(work.out.numpy().tobytes() for work in works) == b"".join(
+        job.tensors[0].numpy().tobytes() for job in jobs
+    )
+
+
+@pytest.mark.parametrize("budget", [BUDGET, 60_000])
+def test_runs_are_decoded(budget: int) -> None:
+    jobs = jobs_of(CHAINS, (5, 9, 3))
+    first, second, third = runs_of(jobs)
+    works: list[DecodeRun | DecodeJob] = [first, *(second.single(at) for at in range(9)), third]
+    engine_on(StandInDevice(ReferenceKernels()), budget).decode(works, verify="full")
+    assert_decoded(jobs, works)
+
+
+def test_runs_that_the_gpu_does_not_decode() -> None:
+    jobs = jobs_of(CHAINS, (5, 9, 3))
+    device = StandInDevice(ReferenceKernels())
+    engine = engine_on(device)
+    engine.health.broken = "on purpose"
+    with pytest.warns(RuntimeWarning, match="on purpose"):
+        engine.decode(runs := runs_of(jobs), verify="full")
+    assert_decoded(jobs, runs)
+
+
+def test_a_block_of_a_run_that_comes_out_wrong_is_decoded_again() -> None:
+    class Flips(ReferenceKernels):
+        def merge(self, blocks: RowTable) -> None:
+            super().merge(blocks)
+            _memory(int(blocks.rows[3, 0]), 1).bitwise_xor_(1)
+
+    jobs = jobs_of((OWN,), (7,))
+    engine = engine_on(StandInDevice(Flips()))
+    with pytest.warns(RuntimeWarning, match="decoded blocks to wrong bytes"):
+        engine.decode(runs := runs_of(jobs), verify="full")
+    assert_decoded(jobs, runs)
+    assert engine.health.wrong_blocks == 1
+
+
+def changed(run: DecodeRun, at: int, what: str) -> DecodeRun:
+    """Return a run of which one block is not as its rows say, or has rows that make no sense."""
+    encoded = run.encoded
+    columns = {name: getattr(encoded, name).copy() for name in ("flags", "encoded_crcs", "nbytes", "slice_nbytes")}
+    data = bytearray(encoded.data)
+    if what == "byte":
+        data[int(encoded.bounds[at]) + 5] ^= 1
+    elif what == "flags":
+        columns["flags"][at] = 77
+    elif what == "length":
+        columns["nbytes"][at] -= 2
+    elif what == "slice of no byte":
+        columns["slice_nbytes"][int(encoded.slice_bounds[at])] = 0
+    elif what == "slice too long":
+        columns["slice_nbytes"][int(encoded.slice_bounds[at])] = 1 << 20
+    elif what == "slices":
+        columns["slice_bounds"] = encoded.slice_bounds.copy()
+        columns["slice_bounds"][at] -= 1
+    return replace(run, encoded=replace(encoded, data=memoryview(bytes(data)), **columns))
+
+
+@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("what", ["byte", "flags", "length", "slice of no byte", "slice too long", "slices"])
+def test_a_run_with_a_block_that_is_not_what_its_rows_say(what: str, at: int) -> None:
+    (run,) = runs_of(jobs_of((OWN,), (5,)))
+    device = StandInDevice(ReferenceKernels())
+    with pytest.raises(CorruptDataError) as caught:
+        engine_on(device).decode([changed(run, at, what)], verify="off")
+    assert caught.value.path == "run/x.distcp" and caught.value.fqn == "w"
+    start, stop = (run.encoded.bounds[at : at + 2] + run.offset).tolist()
+    before = int(run.encoded.bounds[at - 1]) + run.offset
+    assert caught.value.byte_range in ([(start, stop), (before, start)] if what == "slices" else [(start, stop)])
+    assert not device.copies_in, "a GPU must not see it"
+
+
+def test_a_run_whose_blocks_a_gpu_would_want_elsewhere_is_not_one() -> None:
+    (run,) = runs_of(jobs_of((OWN,), (3,)))
+    bounds = run.encoded.bounds.copy()
+    bounds[1] += 8
+    crcs = np.array([checksum(run.encoded.data[a:b]) for a, b in pairwise(bounds)], np.uint32)
+    assert not JobChecks().passes(replace(run, encoded=replace(run.encoded, bounds=bounds, encoded_crcs=crcs)))
+
+
 class Arriving(CudaEngine):
-    def put_right(self, jobs: Any, encoded: Any, out: memoryview) -> Any:
+    def put_right(self, jobs: Any, encoded: Any, out: memoryview, policy: EnginePolicy) -> Any:
         return encoded  # nothing arrives from a null device
 
 
@@ -147,3 +255,13 @@ def test_no_function_is_called_for_a_block() -> None:
     few, many = encode(8), encode(256)
     few(), many()  # layouts are worked out once
     assert calls_of(many) <= calls_of(few) + 4
+
+    def decode(blocks: int) -> Callable[[], object]:
+        encoded = encode(blocks)()
+        assert isinstance(encoded, EncodedRun)
+        run = DecodeRun(encoded, chain, torch.empty(blocks * chain.block_nbytes, dtype=torch.uint8))
+        return lambda: engine.decode_checked([run], verify="stored")
+
+    few, many = decode(8), decode(256)
+    few(), many()
+    assert calls_of(many) <= calls_of(few) + 4 + 2 * 248, "id and append"

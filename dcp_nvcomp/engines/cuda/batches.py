@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +40,10 @@ def _row_table(columns: Sequence[I64], more: Sequence[I64], lengths: I64) -> Row
     """Rows of `columns`, the number of the row's first tile, then `more`; tiles cover `lengths`."""
     assert lengths.size == 0 or int(lengths.max()) <= _MAX_ROW_NBYTES
     counts = -(-lengths // TILE_NBYTES)
-    rows = np.stack([*columns, np.cumsum(counts) - counts, *more], axis=1).astype(np.uint64)
+    found = [*columns, np.cumsum(counts) - counts, *more]
+    rows = np.empty((lengths.size, len(found)), np.uint64)
+    for number, column in enumerate(found):
+        rows[:, number] = column
     return RowTable(rows, np.repeat(np.arange(lengths.size, dtype=np.uint32), counts))
 
 
@@ -171,6 +176,24 @@ class BatchLayout:
     coder_of_piece: I64  # the number of its block's coder; -1 without one
     slice_bounds: I64  # of each block, its first slice; one more at the end
 
+    @cached_property
+    def slices(self) -> I64:
+        """The pieces that are slices."""
+        return np.flatnonzero(self.pieces.coded)
+
+    @cached_property
+    def slice_places(self) -> I64:
+        """Where each slice lies in the batch's scratch memory."""
+        pieces = self.pieces
+        return (self.scratch_starts[pieces.block] + pieces.places)[self.slices]
+
+    @cached_property
+    def slices_of_coders(self) -> list[tuple[Coder, I64]]:
+        """Which of the slices each coder codes, if any."""
+        numbers = self.coder_of_piece[self.slices]
+        found = [(coder, np.flatnonzero(numbers == number)) for coder, number in self.coders.items()]
+        return [(coder, which) for coder, which in found if which.size]
+
 
 class BatchLayouts:
     """Layouts of batches, remembered."""
@@ -252,7 +275,31 @@ def size_classes(lengths: I64, slice_nbytes: int) -> list[tuple[int, I64]]:
     return groups
 
 
+class Blocks(Protocol):
+    """Consecutive blocks of one chain, to encode or to decode."""
+
+    @property
+    def count(self) -> int: ...
+    def part(self, first: int, stop: int) -> Any: ...  # some of them, as one of its kind
+
+
+B = TypeVar("B", bound=Blocks)
+
+
+def part_of(works: Sequence[B], first: int, stop: int) -> list[B]:
+    """Return some of the blocks of several, numbered through all of them."""
+    found, begin = [], 0
+    for work in works:
+        end = begin + work.count
+        if begin < stop and first < end:
+            found.append(work.part(max(first - begin, 0), min(stop, end) - begin))
+        begin = end
+    return found
+
+
 def fitting(costs: Sequence[int], start: int, most: int, budget_nbytes: int) -> int:
     """Return how many items from `start` on fit into a budget together: at least one, at most `most`."""
-    spent = np.cumsum(costs[start : start + most])
-    return min(max(int(np.searchsorted(spent, budget_nbytes, side="right")), 1), spent.size)
+    asked = costs[start : start + most]
+    if sum(asked) <= budget_nbytes:
+        return len(asked)
+    return max(int(np.searchsorted(np.cumsum(asked), budget_nbytes, side="right")), 1)

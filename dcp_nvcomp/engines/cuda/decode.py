@@ -16,14 +16,13 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import BlockRow, CodecChain, checksum, padded
+from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BatchLayout,
@@ -33,34 +32,15 @@ from dcp_nvcomp.engines.cuda.batches import (
     block_table,
     copy_table,
     padded_nbytes,
-    split_width,
     starts_of,
 )
+from dcp_nvcomp.engines.cuda.decode_jobs import U32, Columns, DecodeJob, DecodeRun, Work
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceDecoding
-from dcp_nvcomp.errors import CorruptDataError
 
 Bools = npt.NDArray[np.bool_]
-U32 = npt.NDArray[np.uint32]
 
 _OVERHEAD_NBYTES = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeJob:
-    """One block to decode."""
-
-    data: memoryview  # the encoded block in host memory
-    row: BlockRow  # its rows of the footer's tables
-    chain: CodecChain
-    out: Tensor  # receives the block: 1-D contiguous uint8 on the device, exactly its decoded size
-    path: str | None = None  # the file it is from, for messages
-    fqn: str | None = None  # the state-dict key it is of, for messages
-    byte_range: tuple[int, int] | None = None  # where in the file it lies, for messages
-
-
-def _refuse(job: DecodeJob, message: str) -> NoReturn:
-    raise CorruptDataError(message, path=job.path, fqn=job.fqn, byte_range=job.byte_range)
 
 
 @dataclass(frozen=True)
@@ -72,35 +52,6 @@ class _Batch:
     stored_nbytes: I64  # of each piece, the length of its stored form
     places: I64  # of each piece, its destination: scratch memory, or the block itself
     plain: Bools  # of each piece, True if its block is not split into planes
-
-
-class JobChecks:
-    """Checks of a block on the host, before a GPU sees it. Not for several threads at once."""
-
-    def __init__(self) -> None:
-        self._layouts = Layouts(every_plane=False)
-
-    def check(self, job: DecodeJob) -> None:
-        """Check a block; of `job.out` only the length matters.
-
-        With `verify="off"` too: what a decoder on a GPU does with other bytes than an encoder wrote is not defined, and
-        a fault there ends all work of the process on that GPU.
-        """
-        if checksum(job.data) != job.row.encoded_crc:
-            _refuse(job, "The stored bytes fail their CRC: the file is corrupt.")
-        codec = job.chain.array_to_bytes
-        if not codec.check_flags(job.row.flags):
-            _refuse(job, f"The block has flags {job.row.flags}, which its codec never writes.")
-        if job.out.numel() % split_width(codec):
-            _refuse(job, "The block is not a whole number of floats long.")
-        layout = self._layouts.get(job.chain, job.out.numel(), job.row.flags)
-        stored, decoded = job.row.slice_nbytes, layout.slice_nbytes
-        if len(stored) != len(decoded):
-            _refuse(job, "The block does not have the slices that its codec makes.")
-        if any(not 1 <= nbytes <= most for nbytes, most in zip(stored, decoded, strict=True)):
-            _refuse(job, "A slice does not fit into its block.")
-        if sum(map(padded, stored)) + layout.stored_nbytes > job.data.nbytes:
-            _refuse(job, "The block is shorter than its slices.")
 
 
 @dataclass(frozen=True)
@@ -135,31 +86,34 @@ class BatchDecoder:
         """Return the layout for decoding of a batch that is laid out for encoding."""
         return self._batches.get(layout.runs, layout.nbytes, layout.flags)
 
-    def costs_nbytes(self, jobs: Sequence[DecodeJob]) -> list[int]:
+    def costs_nbytes(self, columns: Columns) -> list[int]:
         """Return the device memory that decoding each block takes, in addition to the block."""
         known: dict[tuple[int, int, int], int] = {}
-        costs = []
-        for job in jobs:
-            key = id(job.chain), job.out.numel(), job.row.flags
-            if key not in known:
-                known[key] = self._cost_nbytes(job)
-            costs.append(known[key] + job.data.nbytes)
+        costs, at = [], 0
+        rows = [column.tolist() for column in (columns.nbytes, columns.flags, columns.encoded_nbytes)]
+        for chain, count in columns.runs:
+            for nbytes, flags, encoded_nbytes in zip(*(row[at : at + count] for row in rows), strict=True):
+                key = id(chain), nbytes, flags
+                if key not in known:
+                    known[key] = self._cost_nbytes(*key[1:], chain)
+                costs.append(known[key] + encoded_nbytes)
+            at += count
         return costs
 
-    def _cost_nbytes(self, job: DecodeJob) -> int:
+    def _cost_nbytes(self, nbytes: int, flags: int, chain: CodecChain) -> int:
         """But for the encoded block."""
-        layout = self._layouts.get(job.chain, job.out.numel(), job.row.flags)
+        layout = self._layouts.get(chain, nbytes, flags)
         cost = layout.scratch_nbytes + _OVERHEAD_NBYTES
-        if job.chain.coder is not None and layout.slice_nbytes:
-            cost += self._coders.decode_nbytes(job.chain.coder, layout.lengths[layout.coded])
+        if chain.coder is not None and layout.slice_nbytes:
+            cost += self._coders.decode_nbytes(chain.coder, layout.lengths[layout.coded])
         return cost
 
-    def decode(self, jobs: Sequence[DecodeJob]) -> dict[int, Doubt]:
-        with self._device.session([job.out for job in jobs]):
-            encoded, encoded_starts = self._fetch(jobs)
-            out = np.array([job.out.data_ptr() for job in jobs], np.int64)
-            crcs = np.array([job.row.uncompressed_crc for job in jobs], np.uint32)
-            blocks = EncodedBlocks(_layout_of(self._batches, jobs), out, _slice_nbytes(jobs), crcs)
+    def decode(self, works: Sequence[Work], columns: Columns) -> dict[int, Doubt]:
+        """Decode blocks; return what is wrong with some of them, which are numbered through all of the works."""
+        with self._device.session([work.out for work in works]):
+            encoded, encoded_starts = self._fetch(works, columns.encoded_nbytes)
+            layout = self._batches.get(columns.runs, columns.nbytes, columns.flags)
+            blocks = EncodedBlocks(layout, columns.out, columns.slice_nbytes, columns.crcs)
             scratch = self._device.arena.empty(int(blocks.layout.scratch_starts[-1]))
             return self.decode_on_device(blocks, encoded, encoded_starts[:-1], scratch)
 
@@ -190,12 +144,26 @@ class BatchDecoder:
                 doubts[at] = Doubt(None, f"A {name} slice does not decode to its length.", is_known)
         return doubts
 
-    def _fetch(self, jobs: Sequence[DecodeJob]) -> tuple[Tensor, I64]:
-        nbytes = np.array([job.data.nbytes for job in jobs], np.int64)
-        starts = starts_of(padded_nbytes(nbytes))
+    def _fetch(self, works: Sequence[Work], nbytes: I64) -> tuple[Tensor, I64]:
+        starts, at = starts_of(padded_nbytes(nbytes)), 0
         encoded = self._device.arena.empty(int(starts[-1]))
-        for run, start in zip(*_host_runs(jobs, nbytes, starts[:-1]), strict=True):
-            self._device.copy_in(run, encoded[start : start + run.nbytes])
+
+        def fetch(host: memoryview, start: int) -> None:
+            self._device.copy_in(host, encoded[start : start + host.nbytes])
+
+        for kind, same in groupby(works, type):
+            these = [*same]
+            stop = at + sum(work.count for work in these)
+            if kind is DecodeRun:
+                for run in these:
+                    assert isinstance(run, DecodeRun)
+                    fetch(run.encoded.data, int(starts[at]))
+                    at += run.count
+            else:
+                hosts = [job.data for job in these if isinstance(job, DecodeJob)]
+                for host, start in zip(*_host_runs(hosts, nbytes[at:stop], starts[at:stop]), strict=True):
+                    fetch(host, start)
+            at = stop
         return encoded, starts
 
     def _copy(self, source: I64, target: I64, nbytes: I64, which: Bools) -> None:
@@ -252,30 +220,19 @@ def read_crcs(started: Tensor) -> npt.NDArray[np.uint32]:
     return started.cpu().numpy().view(np.uint32)
 
 
-def _host_runs(jobs: Sequence[DecodeJob], nbytes: I64, starts: I64) -> tuple[list[memoryview], list[int]]:
+def _host_runs(hosts: Sequence[memoryview], nbytes: I64, starts: I64) -> tuple[list[memoryview], list[int]]:
     """Return the blocks' host memory, with adjacent blocks (those of one read) joined, and the starts of the runs."""
     # numpy's quickest way to an address; a batch has hundreds of blocks
-    addresses = np.array([np.frombuffer(job.data, np.uint8).__array_interface__["data"][0] for job in jobs], np.int64)
+    addresses = np.array([np.frombuffer(host, np.uint8).__array_interface__["data"][0] for host in hosts], np.int64)
     joined = (addresses[:-1] + nbytes[:-1] == addresses[1:]) & (starts[:-1] + nbytes[:-1] == starts[1:])
     first = np.flatnonzero(np.concatenate([[True], ~joined]))
-    last = np.concatenate([first[1:], [len(jobs)]]) - 1
+    last = np.concatenate([first[1:], [len(hosts)]]) - 1
     lengths = addresses[last] + nbytes[last] - addresses[first]
     runs = [
         memoryview((ctypes.c_uint8 * length).from_address(address)).cast("B")
         for address, length in zip(addresses[first].tolist(), lengths.tolist(), strict=True)
     ]
     return runs, starts[first].tolist()
-
-
-def _layout_of(batches: BatchLayouts, jobs: Sequence[DecodeJob]) -> BatchLayout:
-    nbytes = np.array([job.out.numel() for job in jobs], np.int64)
-    flags = np.array([job.row.flags for job in jobs], np.int64)
-    runs = [[*same] for _, same in groupby((job.chain for job in jobs), id)]
-    return batches.get(tuple([(chains[0], len(chains)) for chains in runs]), nbytes, flags)
-
-
-def _slice_nbytes(jobs: Sequence[DecodeJob]) -> I64:
-    return np.array([size for job in jobs for size in job.row.slice_nbytes], np.int64)
 
 
 def _stored_pieces(pieces: Pieces, slice_nbytes: I64, encoded: I64) -> tuple[I64, I64]:

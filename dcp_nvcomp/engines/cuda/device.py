@@ -118,8 +118,10 @@ class LaunchedKernels:
 
     def _run(self, name: str, table: RowTable, *more: Tensor) -> None:
         if table.tiles.size:
-            tensors = (self._upload(table.rows), self._upload(table.tiles), *more)
-            self._launch(name, table.tiles.size, tuple(tensor.data_ptr() for tensor in tensors))
+            both = self._upload(np.concatenate([table.rows.reshape(-1).view(np.uint8), table.tiles.view(np.uint8)]))
+            address = both.data_ptr()
+            addresses = [tensor.data_ptr() for tensor in more]
+            self._launch(name, table.tiles.size, (address, address + table.rows.nbytes, *addresses))
 
     def inspect(self, blocks: RowTable, crc: Tensor, seen: Tensor) -> None:
         if self._crc_tables is None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,13 +29,13 @@ from dcp_nvcomp.engines.cuda.batches import (
     BatchLayout,
     BatchLayouts,
     Layouts,
-    Pieces,
     block_table,
     copy_table,
     padded_nbytes,
     starts_of,
 )
-from dcp_nvcomp.engines.cuda.decode import U32, BatchDecoder, EncodedBlocks, read_crcs, start_crcs
+from dcp_nvcomp.engines.cuda.decode import BatchDecoder, EncodedBlocks, read_crcs, start_crcs
+from dcp_nvcomp.engines.cuda.decode_jobs import U32
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders, SliceFrames
 
@@ -47,7 +48,7 @@ _CRC_THREADS = 4
 _CRC_SHARE_NBYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class EncodeJob:
     """One block to encode, or several that lie one after the other in memory."""
 
@@ -66,7 +67,7 @@ class EncodeJob:
     def nbytes(self) -> int:
         return int(self.block_nbytes.sum())
 
-    @property
+    @cached_property
     def block_nbytes(self) -> I64:
         """The size of each block."""
         if self.bounds is None:
@@ -105,17 +106,6 @@ class EncodeJob:
             copy[start:stop].view(tensor.dtype).reshape(tensor.shape).copy_(tensor)
             start = stop
         return copy
-
-
-def part_of(jobs: Sequence[EncodeJob], first: int, stop: int) -> list[EncodeJob]:
-    """Return some of the blocks of several jobs, numbered through all of them."""
-    found, begin = [], 0
-    for job in jobs:
-        end = begin + job.count
-        if begin < stop and first < end:
-            found.append(job.part(max(first - begin, 0), min(stop, end) - begin))
-        begin = end
-    return found
 
 
 @dataclass(frozen=True)
@@ -172,14 +162,14 @@ class BatchEncoder:
             results = torch.zeros((3, nbytes.size), dtype=torch.int32, device=self._device.torch_device)
             crc, seen, flags = results.unbind()
             scratch, bases = self._split(layout, data, (crc, seen, flags))
-            coded = self._code(layout, scratch, bases)
+            coded = self._code(layout, scratch)
             crcs, _, all_flags = results.cpu().numpy().view(np.uint32)
             layout = self._batches.get(layout.runs, nbytes, all_flags.astype(np.int64))
-            run, stored_nbytes, starts = self._gather(layout.pieces, bases, coded)
+            run, stored_nbytes, starts = self._gather(layout, bases, coded)
             self._device.copy_out(run, out[: run.numel()])
             bounds = starts[layout.pieces.bounds]
             encoded_crcs = start_crcs(self._device, bounds[:-1] + run.data_ptr(), bounds[1:] - bounds[:-1])
-            slice_nbytes = stored_nbytes[layout.pieces.coded]
+            slice_nbytes = stored_nbytes[layout.slices]
             wrong = self._check(layout, slice_nbytes, crcs, run, bounds[:-1], scratch)
             columns = all_flags, read_crcs(encoded_crcs), crcs, nbytes, slice_nbytes, layout.slice_bounds
         return EncodedBatch(EncodedRun(out[: run.numel()], bounds, *columns), sorted(wrong))
@@ -217,22 +207,20 @@ class BatchEncoder:
             device.kernels.copy(copy_table(data[copied], bases[copied], nbytes, np.zeros_like(nbytes)))
         return scratch, bases
 
-    def _code(self, layout: BatchLayout, scratch: Tensor, bases: I64) -> list[tuple[I64, SliceFrames]]:
+    def _code(self, layout: BatchLayout, scratch: Tensor) -> list[tuple[I64, SliceFrames]]:
         """Start to encode all slices, which are the same whatever the flags; for each coder which of the slices."""
-        pieces = layout.pieces
-        slices = np.flatnonzero(pieces.coded)
-        places, lengths = (bases[pieces.block] + pieces.places)[slices] - scratch.data_ptr(), pieces.lengths[slices]
-        coded = []
-        for coder, number in layout.coders.items():
-            which = np.flatnonzero(layout.coder_of_piece[slices] == number)
-            if which.size:
-                coded.append((which, self._coders.encode(coder, scratch, places[which], lengths[which])))
-        return coded
+        places, lengths = layout.slice_places, layout.pieces.lengths[layout.slices]
+        return [
+            (which, self._coders.encode(coder, scratch, places[which], lengths[which]))
+            for coder, which in layout.slices_of_coders
+        ]
 
-    def _gather(self, pieces: Pieces, bases: I64, coded: Sequence[tuple[I64, SliceFrames]]) -> tuple[Tensor, I64, I64]:
+    def _gather(
+        self, layout: BatchLayout, bases: I64, coded: Sequence[tuple[I64, SliceFrames]]
+    ) -> tuple[Tensor, I64, I64]:
         """Bring all pieces into one run; returns it, their stored lengths and their starts."""
+        pieces, slices = layout.pieces, layout.slices
         sources, stored_nbytes = bases[pieces.block] + pieces.places, pieces.lengths.copy()
-        slices = np.flatnonzero(pieces.coded)
         for which, frames in coded:
             nbytes, which = frames.nbytes(), slices[which]
             framed = nbytes < stored_nbytes[which]

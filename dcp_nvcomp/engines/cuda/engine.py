@@ -26,11 +26,12 @@ from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, checksum
 from dcp_nvcomp.codecs.encoded_run import EncodedRun
-from dcp_nvcomp.engines.cuda.batches import padded_nbytes, starts_of
+from dcp_nvcomp.engines.cuda.batches import padded_nbytes, part_of, starts_of
 from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
-from dcp_nvcomp.engines.cuda.decode import BatchDecoder, DecodeJob, Doubt, JobChecks
+from dcp_nvcomp.engines.cuda.decode import BatchDecoder, Doubt
+from dcp_nvcomp.engines.cuda.decode_jobs import Columns, DecodeJob, DecodeRun, JobChecks, Work, singles_of
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device
-from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob, arrived_wrong, part_of
+from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob, arrived_wrong
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine, EnginePolicy, FallBack
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.cuda.slice_coders import DeviceCoders
@@ -83,7 +84,7 @@ class CudaEngine:
 
     def encode(self, jobs: Sequence[EncodeJob], out: memoryview) -> Sequence[EncodedBlock]:
         """Encode blocks; what comes out is right, or an error is raised."""
-        return self.put_right(jobs, self.encode_checked(jobs, out), out)
+        return self.put_right(jobs, self.encode_checked(jobs, out), out, self._policy)
 
     def encode_checked(self, jobs: Sequence[EncodeJob], out: memoryview) -> Sequence[EncodedBlock]:
         """Encode blocks, of which not all may have arrived as they were checked on the GPU: see `put_right`."""
@@ -103,13 +104,19 @@ class CudaEngine:
         return found
 
     def put_right(
-        self, jobs: Sequence[EncodeJob], encoded: Sequence[EncodedBlock], out: memoryview
+        self, jobs: Sequence[EncodeJob], encoded: Sequence[EncodedBlock], out: memoryview, policy: EnginePolicy
     ) -> Sequence[EncodedBlock]:
-        """Compare what arrived in host memory with what was checked; any thread may, once the engine is given back."""
-        if not self._policy.check_encodes or not isinstance(encoded, EncodedRun):
+        """Compare what arrived in host memory with what was checked, and have the CPU encode what is wrong.
+
+        Any thread may, also when the engine already works for another save, whose policy may be another one.
+        """
+        if not isinstance(encoded, EncodedRun):
             return encoded
-        wrong = arrived_wrong(encoded)
-        return self._encoded_again(jobs, encoded, wrong, out, CopyingEngine()) if wrong else encoded
+        wrong = arrived_wrong(encoded) if policy.check_encodes else []
+        if wrong:
+            return self._encoded_again(jobs, encoded, wrong, out, FallBack(self.health, policy), CopyingEngine())
+        self.health.succeeded()
+        return encoded
 
     def _encode_served(self, jobs: Sequence[EncodeJob], out: memoryview) -> Sequence[EncodedBlock]:
         count = sum(job.count for job in jobs)
@@ -129,7 +136,7 @@ class CudaEngine:
             if fitting == count:
                 return done
             if isinstance(done, EncodedRun):
-                done = self.put_right(batch, done, room)
+                done = self.put_right(batch, done, room, self._policy)
             encoded += done
             position += sum(block.data.nbytes for block in done)
         return encoded
@@ -142,19 +149,23 @@ class CudaEngine:
         done = self._attempt(lambda: self._encoder.encode(batch, room))
         if done is None:
             return None
-        if not done.wrong:
-            self.health.succeeded()
+        if not done.wrong:  # whether it succeeded is known once it has arrived
             return done.run
-        return self._encoded_again(batch, done.run, [*done.wrong], room, self._copying)
+        wrong = sorted({*done.wrong, *arrived_wrong(done.run)})
+        return self._encoded_again(batch, done.run, wrong, room, self._fall_back, self._copying)
 
     def _encoded_again(
-        self, jobs: Sequence[EncodeJob], run: EncodedRun, wrong: Sequence[int], room: memoryview, cpu: CopyingEngine
+        self,
+        jobs: Sequence[EncodeJob],
+        run: EncodedRun,
+        wrong: Sequence[int],
+        room: memoryview,
+        fall_back: FallBack,
+        cpu: CopyingEngine,
     ) -> list[EncodedBlock]:
-        """Have the CPU encode the blocks that are wrong, and those that did not arrive."""
-        wrong = sorted({*wrong, *arrived_wrong(run)}) if self._policy.check_encodes else wrong
         singles, blocks = [job.single(at) for job in jobs for at in range(job.count)], list(run)
         for at in wrong:
-            self._fall_back.of_wrong_block(singles[at].chain)
+            fall_back.of_wrong_block(singles[at].chain)
         self.health.was_wrong(len(wrong), "encoded")
         kept = {at: bytes(block.data) for at, block in enumerate(blocks) if at not in wrong}
         position = 0
@@ -168,34 +179,44 @@ class CudaEngine:
             position += blocks[at].data.nbytes
         return blocks
 
-    def decode(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
+    def decode(self, works: Sequence[Work], *, verify: str) -> None:
         """Decode blocks; returns once all of them are complete."""
-        for job in jobs:
-            self._checks.check(job)
-        self.decode_checked(jobs, verify=verify)
+        passed: list[Work] = []
+        for work in works:
+            if isinstance(work, DecodeRun) and self._checks.passes(work):
+                passed.append(work)
+                continue
+            for job in singles_of([work]):
+                self._checks.check(job)
+                passed.append(job)
+        self.decode_checked(passed, verify=verify)
 
-    def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        """`decode`, of blocks that passed `JobChecks.check`."""
-        served = _served([job.chain for job in jobs], self.coders.decodes)
-        others = sorted({*range(len(jobs))} - {*served})
+    def decode_checked(self, works: Sequence[Work], *, verify: str) -> None:
+        """`decode`, of what passed the checks of `JobChecks`."""
+        served = _served([work.chain for work in works], self.coders.decodes)
+        others = sorted({*range(len(works))} - {*served})
         for at in others:
-            self._fall_back.of_chain(jobs[at].chain, DECODE)
-        self._copying.decode_checked([jobs[at] for at in others], verify=verify)
-        self._decode_served([jobs[at] for at in served], verify)
+            self._fall_back.of_chain(works[at].chain, DECODE)
+        self._copying.decode_checked([works[at] for at in others], verify=verify)
+        self._decode_served([works[at] for at in served], verify)
 
-    def _decode_served(self, jobs: Sequence[DecodeJob], verify: str) -> None:
-        for job in jobs:
+    def _decode_served(self, works: Sequence[Work], verify: str) -> None:
+        for work in works:
             try:
-                self.coders.check_decodable(job.chain.coder)
+                self.coders.check_decodable(work.chain.coder)
             except CheckpointError as error:
-                error.path, error.fqn = job.path, job.fqn
+                error.path, error.fqn = work.path, work.fqn
                 raise
-        costs = self._costs(lambda: self._decoder.costs_nbytes(jobs), len(jobs))
-        position, most = 0, len(jobs)
-        while position < len(jobs):
+        if not works:
+            return
+        columns = Columns.of(works)
+        total = columns.nbytes.size
+        costs = self._costs(lambda: self._decoder.costs_nbytes(columns), total)
+        position, most = 0, total
+        while position < total:
             count = self._fitting(costs, position, most)
-            batch = jobs[position : position + count]
-            if not self._decode_batch(batch, verify):
+            batch = part_of(works, position, position + count)
+            if not self._decode_batch(batch, columns if count == total else Columns.of(batch), verify):
                 if count > 1:
                     most = count // 2
                     continue
@@ -203,16 +224,17 @@ class CudaEngine:
                 self._copying.decode_checked(batch, verify=verify)
             position += count
 
-    def _decode_batch(self, batch: Sequence[DecodeJob], verify: str) -> bool:
+    def _decode_batch(self, batch: Sequence[Work], columns: Columns, verify: str) -> bool:
         """Decode a batch, and have the CPU decode what came out wrong; False if the GPU failed."""
         if (reason := self.health.unusable) is not None:
             self._fall_back.of_everything(reason)
             self._copying.decode_checked(batch, verify=verify)
             return True
-        doubts = self._attempt(lambda: self._decoder.decode(batch))
+        doubts = self._attempt(lambda: self._decoder.decode(batch, columns))
         if doubts is None:
             return False
-        wrong = sum([self._was_wrong(batch[at], doubt, verify) for at, doubt in doubts.items()])
+        singles = singles_of(batch) if doubts else []
+        wrong = sum([self._was_wrong(singles[at], doubt, verify) for at, doubt in doubts.items()])
         if wrong:
             self.health.was_wrong(wrong, "decoded")
         else:
@@ -238,11 +260,12 @@ class CudaEngine:
             raise RuntimeError("a block was encoded to wrong bytes")
         return batch.run
 
-    def decode_unaided(self, jobs: Sequence[DecodeJob]) -> None:
+    def decode_unaided(self, works: Sequence[Work]) -> None:
         """Decode a batch, and raise an error of any type if the GPU fails or is wrong."""
+        columns = Columns.of(works)
         with self._device.current():
-            self.memory.grow(sum(self._decoder.costs_nbytes(jobs)))
-        if self._decoder.decode(jobs):
+            self.memory.grow(sum(self._decoder.costs_nbytes(columns)))
+        if self._decoder.decode(works, columns):
             raise RuntimeError("a block was decoded to wrong bytes")
 
     @contextmanager
@@ -268,9 +291,12 @@ class CudaEngine:
     def _decode_costs(self, jobs: Sequence[DecodeJob]) -> list[int]:
         """Return the cost of each block; 0 for one that is left to the CPU engine."""
         costs, served = [0] * len(jobs), _served([job.chain for job in jobs], self.coders.decodes)
-        for at, cost in zip(served, self._decoder.costs_nbytes([jobs[at] for at in served]), strict=True):
+        for at, cost in zip(served, self._costs_of([jobs[at] for at in served]), strict=True):
             costs[at] = cost
         return costs
+
+    def _costs_of(self, jobs: Sequence[DecodeJob]) -> list[int]:
+        return self._decoder.costs_nbytes(Columns.of(jobs)) if jobs else []
 
     def session(self, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Copies between these tensors on the engine's own stream, complete at the end."""

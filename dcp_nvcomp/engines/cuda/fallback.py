@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dcp_nvcomp.codecs.base import U8, CodecChain, EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.decode import DecodeJob
+from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob, Work, singles_of
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
@@ -93,7 +93,7 @@ class CopyingEngine:
     encode_checked = encode
 
     def put_right(
-        self, jobs: Sequence[EncodeJob], encoded: Sequence[EncodedBlock], out: memoryview
+        self, jobs: Sequence[EncodeJob], encoded: Sequence[EncodedBlock], out: memoryview, policy: EnginePolicy
     ) -> Sequence[EncodedBlock]:
         """As `CudaEngine.put_right`: nothing can be wrong here."""
         return encoded
@@ -107,8 +107,8 @@ class CopyingEngine:
             host = to_host(job.tensors)
         return self._cpu.encode(host, job.chain, out)
 
-    def decode_checked(self, jobs: Sequence[DecodeJob], *, verify: str) -> None:
-        for job in jobs:
+    def decode_checked(self, works: Sequence[Work], *, verify: str) -> None:
+        for job in singles_of(works):
             self.place(self.decoded(job, verify=verify), job)
 
     def decoded(self, job: DecodeJob, *, verify: str) -> U8:

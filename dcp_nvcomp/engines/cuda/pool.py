@@ -27,7 +27,7 @@ from dcp_nvcomp.codecs.base import U8, CodecChain
 from dcp_nvcomp.codecs.coders import Deflate, Zstd
 from dcp_nvcomp.codecs.transforms import Bytes, Planes
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.decode import DecodeJob
+from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob
 from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, free_memory_nbytes
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.engine import BlockEngine, CudaEngine

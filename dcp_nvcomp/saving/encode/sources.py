@@ -83,7 +83,7 @@ def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tu
         with shared_pool().lend(device, bench.policy) as engine:
             encoded = engine.encode_checked(jobs, out)
         # another thread may have the engine meanwhile
-        encoded = engine.put_right(jobs, encoded, out)
+        encoded = engine.put_right(jobs, encoded, out, bench.policy)
         return encoded, encoded_nbytes(encoded)
     blocks: list[EncodedBlock] = []
     position = 0
