@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -213,12 +212,27 @@ def test_a_run_with_a_block_that_is_not_what_its_rows_say(what: str, at: int) ->
     assert not device.copies_in, "a GPU must not see it"
 
 
-def test_a_run_whose_blocks_a_gpu_would_want_elsewhere_is_not_one() -> None:
-    (run,) = runs_of(jobs_of((OWN,), (3,)))
-    bounds = run.encoded.bounds.copy()
-    bounds[1] += 8
-    crcs = np.array([checksum(run.encoded.data[a:b]) for a, b in pairwise(bounds)], np.uint32)
-    assert not JobChecks().passes(replace(run, encoded=replace(run.encoded, bounds=bounds, encoded_crcs=crcs)))
+def padded_run(run: DecodeRun, nbytes: int) -> DecodeRun:
+    """Return a run whose first block has more padding."""
+    encoded = run.encoded
+    at = int(encoded.bounds[1])
+    data = memoryview(bytes(encoded.data[:at]) + bytes(nbytes) + bytes(encoded.data[at:]))
+    bounds, crcs = encoded.bounds.copy(), encoded.encoded_crcs.copy()
+    bounds[1:] += nbytes
+    crcs[0] = checksum(data[: at + nbytes])
+    return replace(run, encoded=replace(encoded, data=data, bounds=bounds, encoded_crcs=crcs))
+
+
+def test_a_run_goes_to_a_gpu_as_it_is() -> None:
+    """Blocks begin at multiples of 16 there; of a file that has them elsewhere each goes alone."""
+    jobs = jobs_of((OWN,), (3,))
+    (run,) = runs_of(jobs)
+    checks = JobChecks()
+    assert checks.passes(run) and checks.passes(padded_run(run, 16)) and not checks.passes(padded_run(run, 8))
+    for nbytes in (16, 8):
+        run.out.fill_(0xEE)
+        engine_on(StandInDevice(ReferenceKernels())).decode([padded_run(run, nbytes)], verify="full")
+        assert_decoded(jobs, [run])
 
 
 class Arriving(CudaEngine):
