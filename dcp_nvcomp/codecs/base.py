@@ -273,6 +273,7 @@ class CodecChain:
     _layouts: dict[tuple[int, int], tuple[Piece, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False, hash=False
     )
+    _most_encoded: dict[int, int] = field(default_factory=dict, init=False, repr=False, compare=False, hash=False)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the chain as a footer describes it."""
@@ -309,9 +310,14 @@ class CodecChain:
 
     def max_encoded_nbytes(self, nbytes: int) -> int:
         """Return an upper bound of the encoded size of a block: no piece is ever stored longer than it is."""
-        # as the sum over all pieces: slices that are full need no padding
-        planes = self.array_to_bytes.layout(nbytes, 0, self.coder is not None)
-        return sum(padded(plane.nbytes) for plane in planes)
+        most = self._most_encoded.get(nbytes)
+        if most is None:
+            # as the sum over all pieces: slices that are full need no padding
+            planes = self.array_to_bytes.layout(nbytes, 0, self.coder is not None)
+            if len(self._most_encoded) >= _LAYOUTS:
+                self._most_encoded.clear()
+            most = self._most_encoded[nbytes] = sum(padded(plane.nbytes) for plane in planes)
+        return most
 
 
 def layout_block(chain: CodecChain, nbytes: int, flags: int) -> tuple[Piece, ...]:

@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -79,7 +80,9 @@ def most_encoded_nbytes(nbytes: int) -> int:
     return nbytes + pieces * ALIGNMENT_NBYTES
 
 
+@lru_cache
 def literal_exponents(element: ElementType) -> CodecChain:
+    """Return the chain of dense floats: one object, by which engines know layouts that they have worked out."""
     return CodecChain(Planes(element.float_nbytes), LITERALS)
 
 

@@ -202,8 +202,8 @@ def test_a_limited_file_keeps_to_its_rate_and_counts(tmp_path: Path) -> None:
 @pytest.mark.tools
 def test_the_host_beside_a_null_device() -> None:
     """What is encoded and decoded on it are whole batches, whose addresses are real."""
-    found = gpu_host.measured(32 << 20, 1)
-    assert set(found) == {"encode", "decode"} and all(milliseconds > 0 for milliseconds in found.values())
+    found = gpu_host.measured(32 << 20, 20, 1)
+    assert set(found) == {"encode", "decode", "feed"} and all(milliseconds > 0 for milliseconds in found.values())
 
 
 def _cpu(rows: Tables) -> None:

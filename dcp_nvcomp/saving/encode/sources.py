@@ -187,6 +187,8 @@ class CudaSource(_CudaEncoded):
         (tensor,) = self.tensors
         if not tensor.is_contiguous():
             return [EncodeJob((tensor[box.index],), chain, self.ready) for box in boxes]
+        if len(boxes) == 1 and boxes[0].elements == tensor.numel():  # of thousands of tensors
+            return [EncodeJob((tensor,), chain, self.ready)]
         # blocks of rows follow each other in memory
         nbytes, first = tensor.element_size(), element_span(tensor.shape, boxes[0])[0]
         bounds = starts_of(np.array([box.elements for box in boxes])) + first
