@@ -1,7 +1,7 @@
 """The CUDA engine: nvCOMP and the kernels, for blocks that are on a GPU. Makes the same open bytes as the CPU engine.
 
 CudaEngine   batches under a budget, what happens when the GPU fails or is wrong
-encode       a batch of blocks --> encoded blocks        decode     and back
+encode       a batch of blocks --> encoded blocks        decode     and back, of what decode_jobs has checked
 slice_coders slices --> frames --> slices, by nvCOMP (coders) or our own kernels (literals)
 batches      where everything of a batch lies            device     memory, stream, kernels
 fallback     what saves and loads ask of an engine, and the CPU engine in its place
