@@ -6,9 +6,9 @@ A document says where: a line `<!-- results SUITE/TABLE [COLUMN ...] -->` begins
 `<!-- machine SUITE -->` stands for a sentence on machine, date and command, and `<!-- targets SUITE -->` for the list
 of the suite's targets; of a suite without results they say so. `<!-- gpu section -->` is all that is known of GPUs,
 from results/gpu-acceptance.json, and `<!-- gpu summary -->` a sentence on it; see gpu_pages.py. `<!-- gpu traffic -->`
-is counted, see gpu_traffic.py. `<!-- summary performance -->` is what the suites found, see summary.py. `<!-- headline
-gains -->`, `table`, `worst` and `machine` are what is on the first pages, and docs/images/headline.png is drawn anew;
-see headline.py.
+is counted, see gpu_traffic.py, and `<!-- gpu model -->` computed, see gpu_model.py. `<!-- summary performance -->` is
+what the suites found, see summary.py. `<!-- headline gains -->`, `table`, `worst` and `machine` are what is on the
+first pages, and docs/images/headline.png is drawn anew; see headline.py.
 tests/benchmarks/test_pages.py checks that the documents are up to date.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_model import gpu_model
 from benchmarks.gpu_pages import gpu_section, gpu_summary
 from benchmarks.gpu_traffic import gpu_traffic
 from benchmarks.headline import draw_headline, headline_gains, headline_machine, headline_table, headline_worst
@@ -79,6 +80,8 @@ def _gpu(part: str) -> str:
         return gpu_summary(RESULTS)
     if part == "traffic":
         return gpu_traffic()
+    if part == "model":
+        return gpu_model(RESULTS)
     return gpu_section(RESULTS, lambda name: _table(f"gpu-acceptance/{name}", ()))
 
 

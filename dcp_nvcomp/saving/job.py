@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CUDA_THREADS = 2 * ENGINES_PER_DEVICE  # half of them compare what has arrived, while engines work for the others
 _LOOKS_SECONDS = 0.05  # how often it is asked whether to hurry
 _LOWEST = 19
 _OF_THE_TIME = 0.8  # by then it should be done
@@ -151,7 +152,7 @@ class SaveJob:
             elif task.cuda_device is None:
                 self._host_tasks.put(task)
             else:
-                if self._cuda_threads < ENGINES_PER_DEVICE:
+                if self._cuda_threads < _CUDA_THREADS:
                     self._cuda_threads += 1
                     self._workers.start("dcp-cuda", self._encode, self._cuda_tasks)
                 self._cuda_tasks.put(task)

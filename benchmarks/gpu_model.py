@@ -1,0 +1,176 @@
+"""A model of how a state is staged from a GPU and loaded back: what each stage takes, and what waits for what.
+
+    python -m benchmarks.gpu_model
+
+The kernels' and the bus's rates are those of the profile in results/gpu-timeline.json, and Python's share is what
+benchmarks.gpu_host has measured on another machine. Threads, engines, the interpreter's lock, the multiprocessors and
+each direction of the bus are queues, first come, first served. A model, not a measurement of a GPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Rates", "gpu_model", "main", "modelled"]
+
+RESULTS = Path(__file__).parent / "results"
+
+_STATE_NBYTES: Final = 16 << 30
+_BATCH_NBYTES: Final = 256 << 20
+_RATIO: Final = 1.259  # of the state of the profile
+_ENGINES: Final = 2
+_ENCODE_THREADS: Final = 4
+_LOAD_THREADS: Final = 4
+_UNTIL_SIZES: Final = ("inspect_blocks", "split_blocks", "measure_slices")
+_GATHER: Final = ("copy_pieces", "write_slices")
+_CRC_RATE: Final = 9e9  # bytes a second of one core of that machine
+_CRC_THREADS: Final = 4
+
+# What a worker does next: the places that it needs at the same time, and for how many seconds each.
+Step = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds that a batch takes in each place."""
+
+    host: float  # Python, which has one lock
+    until_sizes: float  # kernels before the sizes of what is encoded are known
+    gather: float  # kernels that bring it into one run
+    rest: float  # kernels of the check, or of decoding
+    bus: float  # the copy of what is encoded
+    crc: float  # comparing it with its CRCs, on several cores
+
+    @property
+    def plain(self) -> float:
+        """The copy of what is not encoded."""
+        return self.bus * _RATIO
+
+    @staticmethod
+    def of(results: Path, action: str) -> Rates:
+        """Read what was measured of an action, `encode` or `decode`, from the folder of the results."""
+        profile = json.loads((results / "gpu-timeline.json").read_text())
+        kernels = profile["rows"][f"{action}, 1 engine"]["kernels"]
+        share = _BATCH_NBYTES / profile["nbytes"] / 1e3
+        seconds = {name: kernel["milliseconds"] * share for name, kernel in kernels.items()}
+        bus = sum(seconds.pop(name) for name in list(seconds) if "Pinned" in name)
+        until_sizes, gather = (sum(seconds.pop(name, 0.0) for name in names) for names in (_UNTIL_SIZES, _GATHER))
+        host = json.loads((results / "gpu-host.json").read_text())["milliseconds"][action] / 1e3
+        return Rates(
+            host, until_sizes, gather, sum(seconds.values()), bus, _BATCH_NBYTES / _RATIO / _CRC_RATE / _CRC_THREADS
+        )
+
+
+class _Queues:
+    """Places that are used one after the other, and those who use them."""
+
+    def __init__(self) -> None:
+        self.busy: dict[str, float] = {}
+        self._free_at: dict[str, float] = {}
+        self._engines = _ENGINES
+        self._waiting: deque[tuple[int, Iterator[Step]]] = deque()
+
+    def run(self, workers: list[Iterator[Step]]) -> float:
+        """Let the workers go on until all have ended; return when that is."""
+        numbers = count()
+        coming = [(0.0, next(numbers), worker) for worker in workers]
+        now = 0.0
+        while coming:
+            now, _, worker = heapq.heappop(coming)
+            step = next(worker, None)
+            if step is None:
+                continue
+            if "take" in step and not self._engines:
+                self._waiting.append((next(numbers), worker))
+                continue
+            self._engines -= "take" in step
+            if "give back" in step:
+                if self._waiting:
+                    heapq.heappush(coming, (now, *self._waiting.popleft()))
+                else:
+                    self._engines += 1
+            ends = [self._use(place, now, seconds) for place, seconds in step.items()]
+            heapq.heappush(coming, (max(ends), next(numbers), worker))
+        return now
+
+    def _use(self, place: str, now: float, seconds: float) -> float:
+        begin = now if place == "cores" else max(now, self._free_at.get(place, 0.0))  # of cores there are enough
+        self._free_at[place] = begin + seconds
+        self.busy[place] = self.busy.get(place, 0.0) + seconds
+        return begin + seconds
+
+
+def _encodes(rates: Rates, batches: Iterator[int]) -> Iterator[Step]:
+    for _ in batches:
+        yield {"take": 0.0}
+        yield {"interpreter": rates.host / 2}
+        yield {"multiprocessors": rates.until_sizes}
+        yield {"interpreter": rates.host / 2}
+        yield {"multiprocessors": rates.gather}
+        yield {"multiprocessors": rates.rest, "bus": rates.bus}
+        yield {"give back": 0.0}
+        yield {"cores": rates.crc}
+
+
+def _decodes(rates: Rates, batches: Iterator[int]) -> Iterator[Step]:
+    for _ in batches:
+        yield {"cores": rates.crc}
+        yield {"take": 0.0}
+        yield {"interpreter": rates.host}
+        yield {"bus": rates.bus}
+        yield {"multiprocessors": rates.until_sizes + rates.gather + rates.rest}
+        yield {"give back": 0.0}
+
+
+def modelled(results: Path, action: str, *, threads: int) -> tuple[float, dict[str, float]]:
+    """Return how long it takes, as a multiple of a plain copy, and for what share of that each place is busy.
+
+    Args:
+        results: the folder of the results.
+        action: `encode`, to page-locked memory, or `decode`, from there.
+        threads: how many encode or decode.
+    """
+    rates, left = Rates.of(results, action), iter(range(_STATE_NBYTES // _BATCH_NBYTES))
+    work = _encodes if action == "encode" else _decodes
+    queues = _Queues()
+    seconds = queues.run([work(rates, left) for _ in range(threads)])
+    busy = {place: taken / seconds for place, taken in queues.busy.items() if taken}
+    return seconds / (rates.plain * (_STATE_NBYTES // _BATCH_NBYTES)), busy
+
+
+def gpu_model(results: Path) -> str:
+    """Return the table, for the documents.
+
+    Args:
+        results: the folder of the results.
+    """
+    lines = [
+        "| 16 GiB of bfloat16 weights | x a plain pinned copy | busy: bus | multiprocessors | Python | CRCs, cores |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    cases = [("to page-locked memory", "encode", _ENCODE_THREADS), ("from there", "decode", _LOAD_THREADS)]
+    for what, action, most in cases:
+        for threads in (1, 2, most):
+            times, busy = modelled(results, action, threads=threads)
+            shares = [f"{busy[place]:.0%}" for place in ("bus", "multiprocessors", "interpreter")]
+            cores = f"{busy['cores'] * _CRC_THREADS:.1f}"
+            lines.append(
+                f"| {what}, {threads} thread{'s'[: threads > 1]} | {times:.2f} | {' | '.join(shares)} | {cores} |"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    print(gpu_model(RESULTS))
+
+
+if __name__ == "__main__":
+    main()
