@@ -116,6 +116,7 @@ def main() -> None:
     if not job.resumes:
         queue.maybe_finalize_async_calls(blocking=True)
         job.die()
+    dist.barrier()  # a process whose peer is gone may be aborted while its group is destroyed
     dist.destroy_process_group()
 
 

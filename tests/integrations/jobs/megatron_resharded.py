@@ -104,6 +104,7 @@ def main() -> None:
     check(2)
     if queue is not None:
         queue.close()
+    dist.barrier()  # a process whose peer is gone may be aborted while its group is destroyed
     dist.destroy_process_group()
 
 

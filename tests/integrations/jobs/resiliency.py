@@ -46,6 +46,7 @@ def main() -> None:
         queue.maybe_finalize_async_calls(blocking=True)
         queue.close()
         job.die()
+    dist.barrier()  # a process whose peer is gone may be aborted while its group is destroyed
     dist.destroy_process_group()
 
 

@@ -32,6 +32,7 @@ def main() -> None:
     if not job.resumes:
         checkpointer._checkpoint_future.result()
         job.die()
+    dist.barrier()  # a process whose peer is gone may be aborted while its group is destroyed
     dist.destroy_process_group()
 
 
