@@ -26,8 +26,7 @@ _STATE_NBYTES: Final = 16 << 30
 _BATCH_NBYTES: Final = 256 << 20
 _RATIO: Final = 1.259  # of the state of the profile
 _ENGINES: Final = 2
-_ENCODE_THREADS: Final = 4
-_LOAD_THREADS: Final = 4
+_THREADS: Final = {"encode": (1, 2, 3), "decode": (1, 4, 8)}  # a save has three for two engines
 _UNTIL_SIZES: Final = ("inspect_blocks", "split_blocks", "measure_slices")
 _GATHER: Final = ("copy_pieces", "write_slices")
 _CRC_RATE: Final = 9e9  # bytes a second of one core of that machine
@@ -46,7 +45,7 @@ class Rates:
     gather: float  # kernels that bring it into one run
     rest: float  # kernels of the check, or of decoding
     bus: float  # the copy of what is encoded
-    crc: float  # comparing it with its CRCs, on several cores
+    crc: float  # comparing it with its CRCs: by four threads to the host, by one from there
 
     @property
     def plain(self) -> float:
@@ -63,9 +62,8 @@ class Rates:
         bus = sum(seconds.pop(name) for name in list(seconds) if "Pinned" in name)
         until_sizes, gather = (sum(seconds.pop(name, 0.0) for name in names) for names in (_UNTIL_SIZES, _GATHER))
         host = json.loads((results / "gpu-host.json").read_text())["milliseconds"][action] / 1e3
-        return Rates(
-            host, until_sizes, gather, sum(seconds.values()), bus, _BATCH_NBYTES / _RATIO / _CRC_RATE / _CRC_THREADS
-        )
+        crc = _BATCH_NBYTES / _RATIO / _CRC_RATE / (_CRC_THREADS if action == "encode" else 1)
+        return Rates(host, until_sizes, gather, sum(seconds.values()), bus, crc)
 
 
 class _Queues:
@@ -155,12 +153,11 @@ def gpu_model(results: Path) -> str:
         "| 16 GiB of bfloat16 weights | x a plain pinned copy | busy: bus | multiprocessors | Python | CRCs, cores |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    cases = [("to page-locked memory", "encode", _ENCODE_THREADS), ("from there", "decode", _LOAD_THREADS)]
-    for what, action, most in cases:
-        for threads in (1, 2, most):
+    for action, what in (("encode", "to page-locked memory"), ("decode", "from there")):
+        for threads in _THREADS[action]:
             times, busy = modelled(results, action, threads=threads)
             shares = [f"{busy[place]:.0%}" for place in ("bus", "multiprocessors", "interpreter")]
-            cores = f"{busy['cores'] * _CRC_THREADS:.1f}"
+            cores = f"{busy['cores'] * (_CRC_THREADS if action == 'encode' else 1):.1f}"
             lines.append(
                 f"| {what}, {threads} thread{'s'[: threads > 1]} | {times:.2f} | {' | '.join(shares)} | {cores} |"
             )

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CUDA_THREADS = 2 * ENGINES_PER_DEVICE  # half of them compare what has arrived, while engines work for the others
+_CUDA_THREADS = ENGINES_PER_DEVICE + 1  # one compares what has arrived, while the engines work for the others
 _LOOKS_SECONDS = 0.05  # how often it is asked whether to hurry
 _LOWEST = 19
 _OF_THE_TIME = 0.8  # by then it should be done
@@ -202,9 +202,9 @@ class SaveJob:
                 if self._workers.error is None:
                     # only now: whatever fails, the tasks have to be taken, because writers wait for them
                     bench = bench or Workbench(self._policy)
-                    assert task.memory is not None
-                    task.room = task.memory.take()
-                    task.blocks = task.room.keep(*encode_parts(task.parts, task.room.view, bench))
+                    encoded = encode_parts(task.parts, task.take, bench)
+                    assert task.room is not None
+                    task.blocks = task.room.keep(*encoded)
                     if self._patience is not None:
                         self._patience.encoded(uncompressed_nbytes(task.blocks))
                     again += recoded(task.blocks)
@@ -218,7 +218,7 @@ class SaveJob:
                 self._workers.fail(error)
             busy += time.perf_counter() - start
         tasks.put(None)  # for the next of the threads that share this queue
-        self._busy["encode"].append(busy)
+        self._busy["encode"].append(busy - (bench.waited_seconds if bench is not None else 0.0))
         with self._lock:
             self.totals.recoded_blocks += again
 

@@ -109,7 +109,10 @@ class Attempts(ABC):
                 pause *= random.uniform(0.5, 1)  # so that ranks do not come back all at once
                 may_be_done |= self.may_be_done(error)
                 if not self._is_transient(error) or took + pause >= seconds * (1 - _LAST_SHARE):
-                    raise self._failure(what, where, reason, attempts, took, may_be_done) from self._redact.error(error)
+                    failure = self._failure(what, where, reason, attempts, took, may_be_done)
+                    if isinstance(error, _CutOffError):
+                        failure.errno = errno.ETIMEDOUT  # whatever the words are, nobody knows what became of the last
+                    raise failure from self._redact.error(error)
                 words = self._redact(str(error))
                 logger.info("Could not %s %s, trying again: %s", what, where, words)
                 if took > _QUIET_SECONDS and not warned:
@@ -118,10 +121,13 @@ class Attempts(ABC):
             await asyncio.sleep(pause)
 
     async def _attempt(self, attempt: Callable[[], Awaitable[T]], end: float, longest_seconds: float) -> T:
-        limit = max(0.0, min(longest_seconds, end - time.monotonic()))
+        began = time.monotonic()
+        limit = max(0.0, min(longest_seconds, end - began))
         try:
             return await asyncio.wait_for(attempt(), limit)
         except asyncio.TimeoutError as error:
+            if time.monotonic() - began < limit:  # the attempt's own: a socket's
+                raise
             kind = _CutOffError if limit < longest_seconds else TimeoutError
             raise kind(errno.ETIMEDOUT, f"no answer from {self._server()} within {limit:.1f} s") from error
 

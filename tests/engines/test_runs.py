@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -81,14 +82,16 @@ def test_part_of_a_run(count: int) -> None:
         run[len(run)]
 
 
+_COPY_OUT = StandInDevice.copy_out
+
+
+def flips(device: StandInDevice, source: torch.Tensor, host: memoryview) -> None:
+    flipped = source.clone()
+    flipped[flipped.numel() // 2] ^= 1
+    _COPY_OUT(device, flipped, host)
+
+
 def test_a_block_that_arrives_wrong_is_encoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_out = StandInDevice.copy_out
-
-    def flips(device: StandInDevice, source: torch.Tensor, host: memoryview) -> None:
-        flipped = source.clone()
-        flipped[flipped.numel() // 2] ^= 1
-        copy_out(device, flipped, host)
-
     monkeypatch.setattr(StandInDevice, "copy_out", flips)
     jobs = jobs_of((OWN, CHAIN), (6, 5))
     engine = engine_on(StandInDevice(ReferenceKernels()))
@@ -116,10 +119,16 @@ def test_a_run_whose_batch_fails_is_encoded_in_smaller_ones(monkeypatch: pytest.
     assert_right(jobs, engine.encode(jobs, room_for(jobs)))
 
 
-def test_a_run_of_a_codec_that_no_gpu_knows() -> None:
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_run_of_a_codec_that_no_gpu_knows(monkeypatch: pytest.MonkeyPatch, arrives: bool) -> None:
+    if not arrives:
+        monkeypatch.setattr(StandInDevice, "copy_out", flips)
     jobs = jobs_of((CodecChain(Planes(4), Zstd()), OWN, CodecChain(Bytes(), Zstd())), (3, 4, 2))
-    encoded = engine_on(StandInDevice(ReferenceKernels())).encode(jobs, room_for(jobs))
+    engine = engine_on(StandInDevice(ReferenceKernels()))
+    with nullcontext() if arrives else pytest.warns(RuntimeWarning, match="encoded blocks to wrong bytes"):
+        encoded = engine.encode(jobs, room_for(jobs))
     assert_right(jobs, encoded)
+    assert recoded(encoded) == (not arrives) == engine.health.wrong_blocks
 
 
 # --- and back ---------------------------------------------------------------------------------------------------------
@@ -228,6 +237,7 @@ def test_a_run_goes_to_a_gpu_as_it_is() -> None:
     jobs = jobs_of((OWN,), (3,))
     (run,) = runs_of(jobs)
     checks = JobChecks()
+    assert not checks.passes(replace(run, out=run.out[:-4])), "kernels write as much as the rows say"
     assert checks.passes(run) and checks.passes(padded_run(run, 16)) and not checks.passes(padded_run(run, 8))
     for nbytes in (16, 8):
         run.out.fill_(0xEE)

@@ -150,3 +150,24 @@ def test_what_is_whole_there_is_not_replaced_by_a_damaged_file(tiers: tuple[Path
     with pytest.raises(SourceError, match="corrupt"):
         upload_files(open_filesystem(source), open_filesystem(target), ["d"], sizes)
     assert (target / "d").read_bytes() == whole
+
+
+@pytest.mark.parametrize("at", [10, -1], ids=["footer", "trailer"])
+def test_what_is_sent_is_what_was_checked(
+    tiers: tuple[Path, Path, dict[str, int]], monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The footer is read first, and once more with the rest."""
+    source, target, sizes = tiers
+    footer = read_footer(filesystem := open_filesystem(source), find_data_file(filesystem, "d", sizes["d"]))
+    place = sizes["d"] - 1 if at < 0 else int(footer.block_offsets[-1]) + at
+    read_into = PosixFilesystem.read_into
+
+    def flips(self: PosixFilesystem, name: str, start: int, buffer: memoryview) -> None:
+        read_into(self, name, start, buffer)
+        if name == "d" and start <= place < start + len(buffer):
+            buffer[place - start] ^= 1
+
+    monkeypatch.setattr(PosixFilesystem, "read_into", flips)
+    with pytest.raises(SourceError):
+        upload_files(filesystem, open_filesystem(target), ["d"], sizes)
+    assert not list(target.iterdir())

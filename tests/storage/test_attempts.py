@@ -44,7 +44,7 @@ def test_an_attempt_that_is_cut_off_does_not_hide_why_the_earlier_ones_failed() 
 
     with pytest.raises(StorageError, match="held open") as caught:
         client(1.0).perform("write", "a", attempt)
-    assert caught.value.outcome_unknown  # of the last attempt
+    assert caught.value.outcome_unknown and caught.value.errno == errno.ETIMEDOUT  # of the last attempt
     assert caught.value.attempts > 1 and time.monotonic() - began < 3
 
 
@@ -70,3 +70,15 @@ def test_no_attempt_begins_when_time_is_up() -> None:
     with pytest.raises(StorageError, match="held open") as caught:
         client(1.0).perform("write", "a", attempt)
     assert caught.value.attempts == 1 and not caught.value.outcome_unknown
+
+
+def test_a_timeout_of_the_attempts_own_is_told_as_it_is() -> None:
+    began = time.monotonic()
+
+    async def attempt() -> None:
+        if time.monotonic() - began > 0.7:
+            raise TimeoutError(errno.ETIMEDOUT, "the socket's")
+        raise OSError(errno.EBUSY, "held open")
+
+    with pytest.raises(StorageError, match="the socket's"):
+        client(1.0).perform("write", "a", attempt)

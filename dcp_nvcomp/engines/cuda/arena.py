@@ -2,7 +2,7 @@
 
 Memory that is taken from torch batch by batch stays reserved for the stream that used it, in as many sizes as there
 were batches. One run is reserved once, and its size is known. All work of an engine is on one stream, so that memory
-which is given back may be given out again at once.
+which is given back may be given out again at once; what is copied to the host beside it is held until that has ended.
 
     Arena.empty     a tensor, given back when the last reference to it is dropped
     Arena.take_kept memory for nvCOMP (`NvcompMemory`), which gives it back when it likes, on whatever thread the

@@ -209,7 +209,7 @@ class BatchLayouts:
         found = self._batches.get(key)
         if found is None:
             if len(self._batches) >= _KEPT_BATCHES:
-                self._batches.clear()
+                del self._batches[next(iter(self._batches))]
             found = self._batches[key] = self._joined(runs, nbytes, flags)
         return found
 

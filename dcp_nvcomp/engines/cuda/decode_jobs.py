@@ -197,6 +197,8 @@ class JobChecks:
     def passes(self, run: DecodeRun) -> bool:
         """Return True if each block of a run would pass `check`, and if one copy takes it to where a GPU wants it."""
         encoded, codec = run.encoded, run.chain.array_to_bytes
+        if run.out.numel() != encoded.uncompressed_nbytes:
+            return False
         if (encoded.encoded_nbytes % ALIGNMENT_NBYTES).any() or (encoded.nbytes % split_width(codec)).any():
             return False
         if not all(codec.check_flags(flags) for flags in np.unique(encoded.flags).tolist()):

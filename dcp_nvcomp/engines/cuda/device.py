@@ -101,7 +101,7 @@ class Device(Protocol):
         """Start a copy from host memory."""
 
     def copy_out(self, source: Tensor, host: memoryview) -> None:
-        """Start a copy to host memory, which is complete at the end of the session."""
+        """Start a copy to host memory, which is complete at the end of the session: hold the source until then."""
 
 
 class LaunchedKernels:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, checksum
-from dcp_nvcomp.codecs.encoded_run import EncodedRun
+from dcp_nvcomp.codecs.encoded_run import EncodedRun, encoded_nbytes
 from dcp_nvcomp.engines.cuda.batches import padded_nbytes, part_of, starts_of
 from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder, Doubt
@@ -91,8 +91,9 @@ class CudaEngine:
         served = _served([job.chain for job in jobs], self.coders.encodes)
         if len(served) == len(jobs):
             return self._encode_served(jobs, out)
-        encoded = self._encode_served([jobs[at] for at in served], out)
-        position = sum(block.data.nbytes for block in encoded)
+        mine = [jobs[at] for at in served]
+        encoded = self.put_right(mine, self._encode_served(mine, out), out, self._policy)
+        position = encoded_nbytes(encoded)
         blocks, found = iter(encoded), list[EncodedBlock]()
         for at, job in enumerate(jobs):
             if at in served:
@@ -142,7 +143,7 @@ class CudaEngine:
         return encoded
 
     def _encode_batch(self, batch: Sequence[EncodeJob], room: memoryview) -> Sequence[EncodedBlock] | None:
-        """Return the encoded blocks of a batch, checked and put right; None if the GPU failed."""
+        """Return the encoded blocks of a batch, those put right that do not decode; None if the GPU failed."""
         if (reason := self.health.unusable) is not None:
             self._fall_back.of_everything(reason)
             return self._copying.encode(batch, room)

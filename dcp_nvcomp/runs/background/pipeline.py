@@ -149,9 +149,10 @@ class Pipeline:
         upload: bool,
         replicas: Sequence[Sequence[int]] = (),
     ) -> None:
-        assert self._fast_thread is not None and self.room is not None
+        assert self._fast_thread is not None and self._fast_stage is not None and self.room is not None
         room = self.room
-        room.begun(save.step, self._expected_nbytes)
+        # what the first step comes to is a guess
+        room.begun(save.step, self._expected_nbytes if self._fast_stage.step_nbytes else 0)
         if upload:
             save.in_parts(2)
             self._on_their_way.add(save.step)
@@ -213,13 +214,14 @@ class Pipeline:
         *,
         upload: bool,
     ) -> None:
-        assert self._fast_stage is not None
+        assert self._fast_stage is not None and self.room is not None
         try:
             # the save of another replica may have failed, or this one's, of which the other does not know
             stats = self._fast_ranks.together(lambda: _stats(saving.upload_completion.result()))
             parts = written_by(self._fast_ranks, replicas, publisher.written, save.elapsed_seconds)
             own = next(one for one in parts if self._fast_ranks.rank in one.ranks)
             self._fast_stage.publish(save.step, own)
+            self.room.expects(save.step, self._fast_stage.nbytes_here(own))
             save.reached("fast", stats=stats)
         except BaseException as error:
             if upload:

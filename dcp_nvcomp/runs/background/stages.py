@@ -63,7 +63,7 @@ class FastStage:
 
     def secure(self, save: StepSave, parts: Sequence[WrittenPart], own: WrittenPart) -> None:
         """See to it that a step outlives a node; then let older ones go."""
-        self.step_nbytes = self._nbytes_here(own)
+        self.step_nbytes = self.nbytes_here(own)
         try:
             is_copied = self._secured(save, parts, own)
         except StorageError as error:  # the step is there, and older ones stay beside it
@@ -115,7 +115,7 @@ class FastStage:
                 raise StorageError(f"A copy could not be made: {error}")
         return sum(moved.received.values())
 
-    def _nbytes_here(self, part: WrittenPart) -> int:
+    def nbytes_here(self, part: WrittenPart) -> int:
         """Return how much of a save is on this node: what its ranks wrote, and the copies that they receive."""
         own = self._nodes.ranks_of(self._nodes.own)
         sources = [*own, *(one.source for one in self._transfers if one.to in own)]

@@ -239,7 +239,8 @@ class Room:
         self._lock = threading.Lock()
         self._torsos: frozenset[int] = frozenset()
         self._busy: Counter[int] = Counter()  # a step that is saved twice is there twice
-        self._expected_nbytes: dict[int, float] = {}  # of what is being saved, the step and its copies on this node
+        self._expected: dict[int, list[float]] = {}  # what is being saved comes to, with its copies on this node
+        self._there_before: dict[int, int] = {}  # of a step that is saved again
         self._durable_step = -1
 
     def looked(self, complete: Collection[int]) -> None:
@@ -258,15 +259,25 @@ class Room:
 
     def begun(self, step: int, nbytes: float = 0) -> None:
         """Note that a step is being saved, which will come to `nbytes` here, as far as that is known."""
+        there = self._nbytes_of(step)
         with self._lock:
+            self._there_before.setdefault(step, there)
+            self._expected.setdefault(step, []).append(nbytes)
             self._busy[step] += 1
-            self._expected_nbytes[step] = nbytes
             self._torsos -= {step}
 
     def ended(self, step: int) -> None:
         with self._lock:
             self._busy[step] -= 1
-            self._expected_nbytes.pop(step, None)
+            del self._expected[step][0]
+            if not self._expected[step]:
+                del self._expected[step], self._there_before[step]
+
+    def expects(self, step: int, nbytes: float) -> None:
+        """Note what a step that is being saved comes to, now that its ranks have written it."""
+        with self._lock:
+            if self._expected.get(step):
+                self._expected[step][0] = nbytes
 
     def arrived(self, step: int) -> None:
         with self._lock:
@@ -285,10 +296,16 @@ class Room:
     def _is_free(self, nbytes: float) -> bool:
         """Return whether so much fits beside what saves that have begun will still write."""
         with self._lock:
-            expected = dict(self._expected_nbytes)
+            expected = {step: sum(sizes) + self._there_before[step] for step, sizes in self._expected.items()}
         # first: what is written meanwhile is counted twice rather than never
-        unwritten = sum(max(size - self._fast.nbytes_of(step), 0) for step, size in expected.items())
+        unwritten = sum(max(size - self._nbytes_of(step), 0) for step, size in expected.items())
         return self._fast.free_nbytes() > nbytes + unwritten
+
+    def _nbytes_of(self, step: int) -> int:
+        try:
+            return self._fast.nbytes_of(step)
+        except CheckpointError:  # it is out of order, which the save finds out
+            return 0
 
     def _removable(self, but: Collection[int]) -> Iterator[tuple[int, str]]:
         """Yield the steps that may go, in their order, and why; each is looked at anew, as saves go on meanwhile."""

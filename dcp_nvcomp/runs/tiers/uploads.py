@@ -12,9 +12,9 @@ import numpy as np
 
 from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
-from dcp_nvcomp.format.data_file import find_data_file, read_footer
+from dcp_nvcomp.format.data_file import DataFileRef, find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
-from dcp_nvcomp.format.framing import check_header
+from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
 from dcp_nvcomp.storage.base import Filesystem
 
 _PIECE_NBYTES: Final = 16 << 20
@@ -63,15 +63,16 @@ def _read_checked(source: Filesystem, name: str, nbytes: int) -> Iterator[tuple[
     """Yield the pieces of a data file, each with its start, in one buffer.
 
     Raises:
-        SourceError: it can't be read, or a block that ends in the next piece is damaged.
+        SourceError: it can't be read, or what ends in the next piece is damaged.
     """
     buffer = memoryview(bytearray(min(nbytes, _PIECE_NBYTES)))
     try:
-        blocks = _BlockSums(read_footer(source, find_data_file(source, name, nbytes)))
+        file = find_data_file(source, name, nbytes)
+        sums = _Sums(file, read_footer(source, file))
         for start in range(0, nbytes, _PIECE_NBYTES):
             piece = buffer[: nbytes - start]
             source.read_into(name, start, piece)
-            blocks.add(start, piece)
+            sums.add(start, piece)
             yield start, piece
     except SourceError:
         raise
@@ -79,21 +80,21 @@ def _read_checked(source: Filesystem, name: str, nbytes: int) -> Iterator[tuple[
         raise SourceError(error.message, path=source.location(name), byte_range=error.byte_range) from error
 
 
-class _BlockSums:
-    """Compares the CRCs of a file's blocks while the file passes by; the footer has a CRC of its own."""
+class _Sums:
+    """Compares the CRCs of a file's blocks and of its footer while the file passes by."""
 
-    def __init__(self, footer: Footer) -> None:
-        self._path = footer.path
+    def __init__(self, file: DataFileRef, footer: Footer) -> None:
+        self._file, self._path = file, footer.path
         self._offsets = footer.block_offsets.tolist()
         self._crcs = footer.tables.encoded_crc.tolist()
         self._block, self._crc = 0, 0
-        self._header = b""
+        self._header = self._tail = b""
 
     def add(self, start: int, piece: memoryview) -> None:
         """Take the next bytes of the file.
 
         Raises:
-            CorruptDataError: a block that ends in them is damaged.
+            CheckpointError: what ends in them is damaged.
         """
         at, stop = start, min(start + len(piece), self._offsets[-1])
         if at < self._offsets[0]:
@@ -114,3 +115,8 @@ class _BlockSums:
                         byte_range=(begin, end),
                     )
                 self._block, self._crc = self._block + 1, 0
+        self._tail += piece[at - start :]
+        if start + len(piece) == self._file.nbytes:
+            text, end = self._tail[:-TRAILER_NBYTES], self._tail[-TRAILER_NBYTES:]
+            trailer = decode_trailer(end, path=self._path, file_nbytes=self._file.nbytes)
+            decode_footer(memoryview(text), memoryview(end), trailer, path=self._path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ class Workbench:
         self.scratch = ScratchArrays()
         self.judge = Judge()
         self.policy = policy
+        self.waited_seconds = 0.0  # for engines
 
 
 class ChainChoice:
@@ -73,20 +75,26 @@ class Part:
     boxes: Sequence[Box]
 
 
-def encode_parts(parts: Sequence[Part], out: memoryview, bench: Workbench) -> tuple[Sequence[EncodedBlock], int]:
+def encode_parts(
+    parts: Sequence[Part], take: Callable[[], memoryview], bench: Workbench
+) -> tuple[Sequence[EncodedBlock], int]:
+    """Encode blocks of one engine into memory that is taken when it is needed; return them, and how long they are."""
     device = parts[0].source.cuda_device
     if device is not None:
         jobs: list[EncodeJob] = []
         for part in parts:
             assert isinstance(part.source, _CudaEncoded)
             jobs += part.source.jobs(part.boxes, part.choice.chain)
+        asked = time.perf_counter()
         with shared_pool().lend(device, bench.policy) as engine:
+            bench.waited_seconds += time.perf_counter() - asked
+            out = take()
             encoded = engine.encode_checked(jobs, out)
         # another thread may have the engine meanwhile
         encoded = engine.put_right(jobs, encoded, out, bench.policy)
         return encoded, encoded_nbytes(encoded)
     blocks: list[EncodedBlock] = []
-    position = 0
+    out, position = take(), 0
     for part in parts:
         assert isinstance(part.source, _HostEncoded)
         chain = part.choice.settle(bench)
@@ -183,13 +191,14 @@ class _CudaEncoded(Source):
 
 
 class CudaSource(_CudaEncoded):
+    """A tensor whose blocks are those of a `row_grid`, which follow each other in memory."""
+
     def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:
         (tensor,) = self.tensors
         if not tensor.is_contiguous():
             return [EncodeJob((tensor[box.index],), chain, self.ready) for box in boxes]
         if len(boxes) == 1 and boxes[0].elements == tensor.numel():  # of thousands of tensors
             return [EncodeJob((tensor,), chain, self.ready)]
-        # blocks of rows follow each other in memory
         nbytes, first = tensor.element_size(), element_span(tensor.shape, boxes[0])[0]
         bounds = starts_of(np.array([box.elements for box in boxes])) + first
         assert element_span(tensor.shape, boxes[-1])[1] == bounds[-1]

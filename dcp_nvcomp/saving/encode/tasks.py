@@ -44,6 +44,12 @@ class Task:
     def cuda_device(self) -> torch.device | None:
         return self.parts[0].source.cuda_device if self.parts else None
 
+    def take(self) -> memoryview:
+        """Take the memory that was reserved for it."""
+        assert self.memory is not None
+        self.room = self.memory.take()
+        return self.room.view
+
     def release(self) -> None:
         if self.room is not None:
             self.room.release()
