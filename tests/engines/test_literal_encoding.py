@@ -12,6 +12,7 @@ import torch
 
 from dcp_nvcomp.codecs import CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.engines.cuda.decode import BatchDecoder
+from dcp_nvcomp.engines.cuda.decode_jobs import Columns
 from dcp_nvcomp.engines.cuda.encode import BatchEncoder, EncodeJob
 from dcp_nvcomp.engines.cuda.literals import LiteralCoders, LiteralFrames, LiteralKernels
 from tests.codecs import zstd_oracle
@@ -194,5 +195,5 @@ def test_batches_of_blocks(literals_library: ctypes.CDLL, width: int) -> None:
         from_cpu, from_gpu = job(theirs, chain), job(mine, chain)
         # small slices of the CPU engine are libzstd's
         which = [from_gpu] if block.size < 100_000 else [from_gpu, from_cpu]
-        assert not decoder.decode(which)
+        assert not decoder.decode(which, Columns.of(which))
         assert all(own.out.numpy().tobytes() == block.tobytes() for own in which)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from dcp_nvcomp.engines.cuda.decode_jobs import DecodeRun, singles_of
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
@@ -116,7 +118,7 @@ def test_blocks_are_decoded_where_they_belong(
     decode = CudaEngine.decode_checked
 
     def watched(self: CudaEngine, jobs: Any, *, verify: str) -> None:
-        places.extend(job.out.data_ptr() for job in jobs if job.out.numel())
+        places.extend(job.out.data_ptr() for job in singles_of(jobs) if job.out.numel())
         decode(self, jobs, verify=verify)
 
     monkeypatch.setattr(CudaEngine, "decode_checked", watched)
@@ -301,6 +303,8 @@ def test_a_block_that_is_damaged_in_the_file_is_named(
             return type(found)(found.flags, found.slice_nbytes, found.encoded_crc, found.uncompressed_crc ^ 1)
 
         monkeypatch.setattr(decoding, "block_row", damaged)
+        run = decoding.encoded_run
+        monkeypatch.setattr(decoding, "encoded_run", lambda *given: replace(run(*given), crcs=run(*given).crcs ^ 1))
     again = reads_of_blocks(monkeypatch)
     with pytest.raises(CheckpointException, match=r"CRC.*distcp.*'[aw]'"):
         load_into(tmp_path, destination(state), verify="full")
@@ -345,6 +349,8 @@ def test_others_may_use_the_engine_meanwhile(tmp_path: Path, monkeypatch: pytest
 
     def finds_the_last_corrupt(self: CudaEngine, jobs: Any, *, verify: str) -> None:
         decode(self, jobs, verify=verify)
+        if isinstance(jobs[-1], DecodeRun):
+            raise CorruptDataError("It looks corrupt.")  # then each goes alone
         last = jobs[-1].byte_range
         if len(found) < 2 and last not in found and (not strided or sum(placed.values())):
             found.append(last)
