@@ -109,6 +109,13 @@ def test_it_reads_the_cpu_engine(
         assert done.out.numpy().tobytes() == block.tobytes()
 
 
+def test_short_slices_of_literals_are_libzstds_and_take_its_memory(lost_warnings: list[str]) -> None:
+    chain, block = CodecChain(Planes(4, ("low", "exponent")), Zstd(SLICE, literals_only=True)), weights(4, 1000)
+    done = job(cpu_encode(block, chain), chain)
+    engine_on(StandInDevice(ReferenceKernels()), 1).decode([done], verify="stored")
+    assert done.out.numpy().tobytes() == block.tobytes() and not lost_warnings
+
+
 def mixed() -> list[tuple[CodecChain, U8]]:
     return [
         (CodecChain(Planes(2), Zstd(SLICE, literals_only=True)), weights(2, 3000)),

@@ -26,6 +26,9 @@ from dcp_nvcomp.errors import CodecUnavailableError
 
 Bools = npt.NDArray[np.bool_]
 
+# The CPU engine leaves shorter slices to libzstd, literals only or not (MIN_FRAME_NBYTES of _literals_encode.h).
+_OWN_LEAST_NBYTES = 1024
+
 
 class CheckedDecoding:
     """Slices of which some are decoded, and nvCOMP decodes the rest, but for frames that no GPU must see."""
@@ -83,8 +86,10 @@ class DeviceCoders:
     def decode_nbytes(self, coder: Coder, lengths: I64) -> int:
         coders = self._served_by(coder, DECODE)
         nbytes = coders.decode_nbytes(coder, lengths)
-        may_have_matches = coders is not self._nvcomp and not getattr(coder, "literals_only", False)
-        return nbytes + (self._nvcomp.decode_nbytes(coder, lengths) if may_have_matches else 0)
+        if coders is self._nvcomp:
+            return nbytes
+        libzstd = lengths[lengths < _OWN_LEAST_NBYTES] if getattr(coder, "literals_only", False) else lengths
+        return nbytes + (self._nvcomp.decode_nbytes(coder, libzstd) if libzstd.size else 0)
 
     def encode(self, coder: Coder, scratch: Tensor, places: I64, lengths: I64) -> SliceFrames:
         return self._served_by(coder, ENCODE).encode(coder, scratch, places, lengths)
