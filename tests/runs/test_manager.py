@@ -248,6 +248,30 @@ def test_what_a_save_has_not_written_yet_is_no_room_for_the_next(
         assert third.saved.result(60).tiers == ("durable",)
 
 
+def test_room_is_taken_before_a_save_writes_any_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies there by then is an earlier save's."""
+    from dcp_nvcomp.runs.background import pipeline
+    from dcp_nvcomp.runs.tiers.fast import Room
+
+    begin, begun, there = pipeline.async_save, Room.begun, list[int]()
+
+    def written_at_once(*given: Any, **options: Any) -> Any:
+        saving = begin(*given, **options)
+        saving.upload_completion.wait()
+        return saving
+
+    def noted(self: Room, step: int, nbytes: float = 0) -> None:
+        there.append(self._nbytes_of(step))
+        begun(self, step, nbytes)
+
+    monkeypatch.setattr(pipeline, "async_save", written_at_once)
+    monkeypatch.setattr(Room, "begun", noted)
+    with CheckpointManager(tmp_path / "run", every=1000, fast=tmp_path / "fast", fast_every=1) as manager:
+        for step in (1, 2):
+            manager.save(step, _state(step)).saved.result(60)
+    assert there == [0, 0]
+
+
 class _SlowStorage:
     """Makes publishing wait until it is let go."""
 

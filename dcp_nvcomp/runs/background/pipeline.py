@@ -86,7 +86,7 @@ class Pipeline:
             return False
 
     def to_fast(self, save: StepSave, values: dict[str, Any], replica: Replica | None, *, upload: bool) -> None:
-        assert self._fast is not None
+        assert self._fast is not None and self._fast_stage is not None and self.room is not None
         path, durable_path = self._fast.path_of(save.step), self._durable.path_of(save.step)
         publisher = NodePublisher(save.step, save.metrics, more=save.more, durable_path=durable_path, upload=upload)
         group = self._run.group
@@ -99,7 +99,13 @@ class Pipeline:
         with self._durable.held(save.step):  # not while it is removed
             with contextlib.suppress(StorageError):  # the writer fails for the same, on all ranks
                 self._fast.make_directory(save.step)
-            saving = self._begin(save, values, writer, group)
+            # before anything of it is written; what the first step comes to is a guess
+            self.room.begun(save.step, self._expected_nbytes if self._fast_stage.step_nbytes else 0)
+            try:
+                saving = self._begin(save, values, writer, group)
+            except BaseException:
+                self.room.ended(save.step)
+                raise
             self._follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
 
     def to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
@@ -149,10 +155,8 @@ class Pipeline:
         upload: bool,
         replicas: Sequence[Sequence[int]] = (),
     ) -> None:
-        assert self._fast_thread is not None and self._fast_stage is not None and self.room is not None
+        assert self._fast_thread is not None and self.room is not None
         room = self.room
-        # what the first step comes to is a guess
-        room.begun(save.step, self._expected_nbytes if self._fast_stage.step_nbytes else 0)
         if upload:
             save.in_parts(2)
             self._on_their_way.add(save.step)
