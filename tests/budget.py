@@ -7,6 +7,7 @@ with the names of its slowest tests. Those marked `ci`, which `make test` leaves
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Generator
 
 import pytest
 
@@ -42,7 +43,9 @@ class Budget:
         if self.over() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # the last words of the run, after pytest's own list of skips
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+        yield
         if self.over():
             terminalreporter.section(f"files that take more than {self.seconds:g} s: see CONTRIBUTING.md", red=True)
         for file, tests in sorted(self.over().items()):

@@ -46,7 +46,9 @@ class SkipCheck:
         if self.forbidden:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)  # the last words of the run, after pytest's own list of skips
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+        yield
         if self.forbidden:
             terminalreporter.section(f"skipped, though not marked {self.marker}", red=True)
             for line in self.forbidden:
