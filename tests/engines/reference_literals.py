@@ -46,12 +46,12 @@ class ReferenceLiterals:
             found[at] = min(len(self._frame(address, nbytes)), nbytes)
         return int(rows[:, 1].sum()), count * PLAN_NBYTES
 
-    def _write_slices(self, count: int, slices: int, plans: int, addresses: int) -> tuple[int, int]:
-        rows = _array(slices, 2 * count, np.int64).reshape(-1, 2).tolist()
+    def _write_slices(self, count: int, slices: int, plans: int, frames: int) -> tuple[int, int]:
+        rows, places = (_array(table, 2 * count, np.int64).reshape(-1, 2).tolist() for table in (slices, frames))
         read_nbytes, written_nbytes = count * PLAN_NBYTES, 0
-        for (address, nbytes), target in zip(rows, _array(addresses, count, np.int64).tolist(), strict=True):
+        for (address, nbytes), (target, room) in zip(rows, places, strict=True):
             frame = self._frame(address, nbytes)
-            if len(frame) < nbytes:
+            if len(frame) < nbytes and len(frame) == room:
                 padded = frame + bytes(-len(frame) % 16)
                 _array(target, len(padded), np.uint8)[:] = np.frombuffer(padded, np.uint8)
                 read_nbytes += nbytes

@@ -145,7 +145,7 @@ def test_nothing_outside_is_read(literals_library: ctypes.CDLL, random: np.rando
         if length == data.size:
             continue
         frame = pages.allocate(-(-length // 16) * 16)
-        kernels.write(rows, torch.from_numpy(plan), torch.tensor([frame.ctypes.data]))
+        kernels.write(rows, torch.from_numpy(plan), torch.tensor([[frame.ctypes.data, length]]))
         whole = frame[:length].tobytes()
         assert libzstd(whole) == data.tobytes()
         for attempt in range(6):

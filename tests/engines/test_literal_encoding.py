@@ -19,7 +19,7 @@ from tests.codecs import zstd_oracle
 from tests.effort import THOROUGH
 
 from .cases import cpu_encode, decoded, job, tensor, weights
-from .literal_coding import CODER, GuardedArena, GuardedDevice, check, encode, too_long
+from .literal_coding import CODER, GuardedArena, GuardedDevice, check, encode, libzstd, too_long
 from .literal_slices import KIB, deep, exponent_planes, made_slice, skewed
 
 # compiled where there is a C compiler
@@ -174,6 +174,29 @@ def test_impossible_lengths_are_an_error(device: GuardedDevice) -> None:
         frames = LiteralFrames(device, LiteralKernels(lambda *_: None), lengths, nothing, nothing, found)
         with pytest.raises(RuntimeError, match="impossible lengths"):
             frames.nbytes()
+
+
+@pytest.mark.parametrize("lie", [-1, 1, -100])
+def test_a_frame_whose_length_arrived_wrong_is_not_written(
+    device: GuardedDevice, coders: LiteralCoders, random: np.random.Generator, lie: int
+) -> None:
+    """What lies beside the room that it was given may be training's."""
+    slices = [skewed(random, 5000, 30, 95, 1.3), np.full(3000, 7, np.uint8), skewed(random, 4000, 9, 95, 1.3)]
+    lengths = np.array([data.size for data in slices], np.int64)
+    starts = np.array([0, 5008, 8016])
+    scratch = device.arena.empty(12016)
+    for data, start in zip(slices, starts.tolist(), strict=True):
+        scratch[start : start + data.size] = torch.from_numpy(data)
+    with device.session([]):
+        frames = coders.encode(CODER, scratch, starts, lengths)
+        right = frames.nbytes().copy()
+        frames.nbytes()[:2] += lie
+        memory = device.arena.empty(12288)
+        frames.write(np.array([0, 4096, 8192]) + memory.data_ptr())
+    device.check()
+    written = memory.numpy()
+    assert (written[: 2 * 4096] == 0xA5).all(), "the first two are not written"
+    assert libzstd(written[8192 : 8192 + right[2]].tobytes()) == slices[2].tobytes()
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])

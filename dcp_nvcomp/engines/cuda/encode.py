@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import CodecChain, checksum
+from dcp_nvcomp.codecs.base import FLAG_NEGATIVE, FLAG_PACKED_REST, CodecChain, checksum
 from dcp_nvcomp.codecs.encoded_run import EncodedRun
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
@@ -164,6 +164,7 @@ class BatchEncoder:
             scratch, bases = self._split(layout, data, (crc, seen, flags))
             coded = self._code(layout, scratch)
             crcs, _, all_flags = results.cpu().numpy().view(np.uint32)
+            _check_flags(layout, all_flags)
             layout = self._batches.get(layout.runs, nbytes, all_flags.astype(np.int64))
             run, stored_nbytes, starts = self._gather(layout, bases, coded)
             self._device.copy_out(run, out[: run.numel()])
@@ -235,6 +236,13 @@ class BatchEncoder:
         for which, frames in coded:
             frames.write(targets[slices[which]])
         return run, stored_nbytes, starts
+
+
+def _check_flags(layout: BatchLayout, flags: U32) -> None:
+    """Refuse flags that no codec has: decoding takes no notice of them, and no reader takes a file that has them."""
+    packed = (layout.packs != 0) & np.isin(flags, (FLAG_PACKED_REST, FLAG_PACKED_REST | FLAG_NEGATIVE))
+    if not ((flags == 0) | packed).all():
+        raise RuntimeError(f"The GPU reports impossible flags for {flags.size} blocks.")
 
 
 def arrived_wrong(run: EncodedRun) -> list[int]:

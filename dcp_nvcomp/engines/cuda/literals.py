@@ -48,9 +48,9 @@ class LiteralKernels:
         """Plan the frames of slices, whose addresses and lengths are the rows of `slices` (int64)."""
         self._run("measure_slices", len(slices), slices, plans, frame_nbytes)
 
-    def write(self, slices: Tensor, plans: Tensor, addresses: Tensor) -> None:
-        """Write each frame to its address (int64), and zeros after it up to a multiple of 16."""
-        self._run("write_slices", len(slices), slices, plans, addresses)
+    def write(self, slices: Tensor, plans: Tensor, frames: Tensor) -> None:
+        """Write each frame, and zeros after it up to a multiple of 16; frames: address and length of each (int64)."""
+        self._run("write_slices", len(slices), slices, plans, frames)
 
     def decode(self, rows: Tensor, corrupt: Tensor) -> None:
         """Decode frames; rows: address and length of the frame, address and length of the slice (int64)."""
@@ -74,18 +74,22 @@ class LiteralFrames:
         self._slices = slices
         self._plans = plans
         self._frame_nbytes = frame_nbytes
+        self._reported: I64 | None = None
 
     def nbytes(self) -> I64:
         """Wait, and return the length of each frame; the slice's own length if a frame would not be shorter."""
-        nbytes = self._frame_nbytes.cpu().numpy().astype(np.int64)
-        if (nbytes < 1).any() or (nbytes > self._lengths).any():
-            raise RuntimeError(f"The GPU reports impossible lengths of frames for {nbytes.size} slices.")
-        return nbytes
+        if self._reported is None:
+            nbytes = self._frame_nbytes.cpu().numpy().astype(np.int64)
+            if (nbytes < 1).any() or (nbytes > self._lengths).any():
+                raise RuntimeError(f"The GPU reports impossible lengths of frames for {nbytes.size} slices.")
+            self._reported = nbytes
+        return self._reported
 
     def write(self, addresses: I64) -> None:
         """Start to write the frames, each to its address; what is given for a slice without a frame is not used."""
         assert (addresses % 16 == 0).all()
-        self._kernels.write(self._slices, self._plans, _upload(self._device, addresses))
+        frames = np.stack([addresses, self.nbytes()], axis=1)
+        self._kernels.write(self._slices, self._plans, _upload(self._device, frames))
 
 
 class LiteralDecoding:

@@ -72,8 +72,8 @@ def _encode(memory: SharedMemory, kernels: LiteralKernels, slices: Sequence[np.n
     kernels.measure(rows.view(count, 2), plans, torch.from_numpy(nbytes))
     # one right behind the other
     places = starts_of(np.where(nbytes < lengths, padded_nbytes(nbytes.astype(np.int64)), 0))[:-1]
-    addresses = memory.put(places + frames.ctypes.data).view(np.int64)
-    kernels.write(rows.view(count, 2), plans, torch.from_numpy(addresses))
+    targets = memory.put(np.stack([places + frames.ctypes.data, nbytes.astype(np.int64)], axis=1)).view(np.int64)
+    kernels.write(rows.view(count, 2), plans, torch.from_numpy(targets).view(count, 2))
     found = zip(places.tolist(), nbytes.tolist(), lengths.tolist(), strict=True)
     return [frames[at : at + size].tobytes() if size < length else None for at, size, length in found]
 

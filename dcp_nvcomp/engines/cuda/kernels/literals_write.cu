@@ -104,14 +104,22 @@ __device__ void write_padding(u8 *frame, u32 nbytes) {
     if (at < padded) frame[at] = 0;
 }
 
-// Writes each frame to its address, a multiple of ALIGNMENT_NBYTES; nothing for a slice without one.
+// Where a frame goes.
+struct TargetRow {
+    u64 address; // a multiple of ALIGNMENT_NBYTES
+    u64 nbytes;  // its room, but for the padding
+};
+
+// Writes each frame to its place; nothing for a slice without one, and nothing where the room is another than was
+// measured: the host was told a wrong length then, and what lies beside may be another's, training's too.
 extern "C" __global__ void __launch_bounds__(THREADS) write_slices(
-    const SliceRow *rows, const Plan *plans, const u64 *addresses) {
+    const SliceRow *rows, const Plan *plans, const TargetRow *frames) {
     __shared__ u32 entries[SYMBOLS], stages[WARPS][STAGE_WORDS], run_at[RUNS + 1], edges[RUNS + 1];
     const Plan &plan = plans[blockIdx.x];
     if (plan.kind == STORED) return;
+    if (frames[blockIdx.x].nbytes != (plan.kind == REPEATED ? plan.header_nbytes : plan.run_at[RUNS] / 8 + 1)) return;
     const SliceRow row = rows[blockIdx.x];
-    u8 *frame = (u8 *)addresses[blockIdx.x];
+    u8 *frame = (u8 *)frames[blockIdx.x].address;
     if (threadIdx.x < plan.header_nbytes) frame[threadIdx.x] = plan.header[threadIdx.x];
     if (plan.kind == REPEATED) {
         write_padding(frame, plan.header_nbytes);
