@@ -22,6 +22,7 @@ from dcp_nvcomp.calls.process_groups import give_back, is_registered, own_groups
 from dcp_nvcomp.calls.ranks import Call, meet
 from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
 from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
+from dcp_nvcomp.saving.asynchronous.device_copies import CudaMemory, DeviceMemory
 from dcp_nvcomp.saving.asynchronous.segments import SegmentStores
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
 from dcp_nvcomp.saving.asynchronous.staging import Staging, UploadFuture
@@ -35,6 +36,7 @@ class ProcessState:
         self.choices = RememberedChoices()
         self.stores = SegmentStores()
         self.shared = SharedSegments()
+        self.device_memory: DeviceMemory = CudaMemory()
         self.lock = threading.Lock()
         self._sequences: list[SaveSequence] = []
         self._background: BackgroundProcess | None = None

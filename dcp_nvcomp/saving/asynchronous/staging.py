@@ -1,7 +1,8 @@
 """One asynchronous save, between the thread that waits for it and the thread that makes it.
 
 The caller's thread also pickles the objects of the state: a pickle imports, and the caller may hold a module's lock.
-State in host memory is copied first (`CopiedWrite`), to be encoded and written in the background.
+State in host memory is copied first (`CopiedWrite`), and so is what is on GPUs if they have the room (`DeviceCopies`),
+to be encoded and written in the background.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.saving.asynchronous.background import BackgroundCannotRun, BackgroundProcess, Copy
+from dcp_nvcomp.saving.asynchronous.device_copies import DeviceCopies
 from dcp_nvcomp.saving.asynchronous.segments import SegmentStores, StagingBudget, StagingMemory, default_budget_nbytes
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments, can_copy, copied, resolver, room_nbytes
 from dcp_nvcomp.saving.data_files import planned_nbytes
@@ -70,11 +72,13 @@ class Staging:
         release: Callable[[], None],
         before: UploadFuture | None,
         copied: CopiedWrite | None = None,
+        on_devices: DeviceCopies | None = None,
         *,
         is_waited_for: bool = False,
     ) -> None:
         self.within_seconds: float | None = None
         self._copied = copied
+        self._on_devices = on_devices
         self._is_copied = False
         self._copying_failed: BaseException | None = None
         self.completion: Future[None] = Future()  # done when the state may change
@@ -112,6 +116,9 @@ class Staging:
                 return self._copied.run(
                     part, within_seconds=self.within_seconds, remembered=remembered, progress=progress
                 )
+            if self._is_copied and self._on_devices is not None:
+                resolve = self._on_devices.resolver(part.items)
+                return part.run(resolve, engine=engine, remembered=remembered, progress=progress)
             self._memory = StagingMemory(
                 self._stores,
                 default_budget_nbytes(part.nbytes) if budget_nbytes is None else budget_nbytes,
@@ -130,8 +137,7 @@ class Staging:
             self.failed(error)  # now, and not when the other ranks have written their files
             raise
         finally:
-            if self._copied is not None:
-                self._copied.end()
+            self._end_copies()
             if self._memory is not None:
                 self._memory.end()
 
@@ -146,17 +152,18 @@ class Staging:
         time.sleep(_HANDOVER_SECONDS)
 
     def _copy(self, items: Sequence[WriteItem], resolve: Resolve, budget_nbytes: int | None, *, may_wait: bool) -> None:
-        if self._copied is None:
-            return
-        if budget_nbytes is None:
-            budget_nbytes = default_budget_nbytes(sum(map(planned_nbytes, items)))
-        outcome = self._copied.copy(items, resolve, budget_nbytes, may_wait=may_wait)
-        if outcome == "copied":
-            self._is_copied = True
+        if self._copied is not None:
+            if budget_nbytes is None:
+                budget_nbytes = default_budget_nbytes(sum(map(planned_nbytes, items)))
+            outcome = self._copied.copy(items, resolve, budget_nbytes, may_wait=may_wait)
+            if outcome == "refused":
+                self._copied.end()
+                self._copied = None
+            self._is_copied = outcome == "copied"
+        if self._copied is None and self._on_devices is not None:
+            self._is_copied = self._on_devices.copy(items, resolve)
+        if self._is_copied:
             self.staged()
-        elif outcome == "refused":
-            self._copied.end()
-            self._copied = None
 
     def hurry(self) -> None:
         if self._copied is not None:
@@ -213,8 +220,12 @@ class Staging:
     def failed(self, error: BaseException) -> None:
         """Note that the save failed; without effect on `completion` if the state was staged before."""
         self._complete(error)
-        if self._copied is not None:
-            self._copied.end()
+        self._end_copies()
+
+    def _end_copies(self) -> None:
+        for copies in (self._copied, self._on_devices):
+            if copies is not None:
+                copies.end()
 
     def _complete(self, error: BaseException | None) -> None:
         with self._lock:
@@ -237,7 +248,10 @@ class Staging:
     def measure(self, totals: RankTotals) -> None:
         totals.stall_seconds = (self._stalled_until_seconds or time.perf_counter()) - self._began_seconds
         staged = self._copied if self._copied is not None else self._memory
-        totals.staged_nbytes = staged.staged_nbytes if staged is not None else 0
+        if staged is not None:
+            totals.staged_nbytes = staged.staged_nbytes
+        elif self._on_devices is not None:
+            totals.staged_nbytes = self._on_devices.nbytes
 
 
 class _Asked:

@@ -1,0 +1,160 @@
+"""A copy of what a rank saves in the memory of its GPUs, so that training waits only for that memory.
+
+spare      what training leaves free even at its peak: the end of a step leaves much free that the next one takes again
+copy       each tensor, after what the caller has queued; the few that are in host memory are copied there
+give back  each copy to torch once it is encoded; none is kept for the next save, and two saves never have copies
+
+Where there is no room for all of them there are none, and the state is encoded while training waits.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_nvcomp.engines.tensors import is_transparent, without_lazy_bits
+from dcp_nvcomp.saving.data_files import planned_nbytes
+from dcp_nvcomp.saving.rank_save import Resolve
+
+_MOST_HOST_NBYTES: Final = 64 << 20  # steps, random states: a state that is in host memory is copied in other ways
+_MARGIN: Final = 16  # this part of a GPU's memory stays free: what is free lies in pieces
+
+
+class DeviceMemory(Protocol):
+    """The memory of GPUs."""
+
+    turn: threading.Lock  # held while a save has copies
+
+    @property
+    def is_in_use(self) -> bool:
+        """True if any tensor can be there."""
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return True if the tensor is there."""
+
+    def spare_nbytes(self, device: torch.device) -> int:
+        """Return how much of a device's memory training needs at no time."""
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Start to copy a tensor; raises torch.OutOfMemoryError."""
+
+    def wait(self, device: torch.device) -> None:
+        """Wait for the copies that this thread has started."""
+
+
+class CudaMemory:
+    """What torch allocates on NVIDIA GPUs."""
+
+    def __init__(self) -> None:
+        self.turn = threading.Lock()
+        # of each device the peak that copies have made, and the peak before
+        self._peaks: dict[torch.device, tuple[int, int]] = {}
+
+    @property
+    def is_in_use(self) -> bool:
+        return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+    def has(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cuda"
+
+    def spare_nbytes(self, device: torch.device) -> int:
+        free_nbytes, total_nbytes = torch.cuda.mem_get_info(device)
+        peak, (with_copies, before) = torch.cuda.max_memory_allocated(device), self._peaks.get(device, (0, 0))
+        needed = before if peak <= with_copies else peak
+        self._peaks[device] = with_copies, needed
+        return free_nbytes + torch.cuda.memory_reserved(device) - needed - total_nbytes // _MARGIN
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        device = tensor.device
+        training = torch.cuda.default_stream(device)
+        with torch.cuda.stream(training):  # else torch keeps the memory for a stream that training does not use
+            copy = torch.empty_like(tensor)
+        with_copies, before = self._peaks.get(device, (0, 0))
+        self._peaks[device] = max(with_copies, torch.cuda.memory_allocated(device)), before
+        torch.cuda.current_stream(device).wait_stream(training)  # kernels may still use what lay there
+        return copy.copy_(tensor, non_blocking=True)
+
+    def wait(self, device: torch.device) -> None:
+        torch.cuda.current_stream(device).synchronize()
+
+
+class DeviceCopies:
+    """The copies of one save."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self.nbytes = 0  # on devices
+        self._memory = memory
+        self._copies: list[Any] = []
+        self._has_turn = False
+
+    def copy(self, items: Sequence[WriteItem], resolve: Resolve) -> bool:
+        """Copy the data of all items. False if there is no room, or no tensor on a device; then nothing is held."""
+        if not self._memory.is_in_use:
+            return False
+        self._has_turn = self._has_turn or self._memory.turn.acquire(blocking=False)
+        if not self._has_turn:
+            return False
+        devices: set[torch.device] = set()
+        try:
+            are_there = self._start(items, resolve, devices)
+        except torch.OutOfMemoryError:
+            are_there = False
+        except BaseException:
+            self._wait(devices)
+            self.end()
+            raise
+        self._wait(devices)
+        if not are_there:
+            self.end()
+        return are_there
+
+    def _wait(self, devices: set[torch.device]) -> None:
+        # also before memory goes back: what is copied by then would be written over what is another's
+        for device in devices:
+            self._memory.wait(device)
+
+    def _start(self, items: Sequence[WriteItem], resolve: Resolve, devices: set[torch.device]) -> bool:
+        tensors = [item for item in items if item.tensor_data is not None]
+        total_nbytes, host_nbytes = sum(map(planned_nbytes, tensors)), 0
+        device = next((value.device for value in map(resolve, tensors) if self._memory.has(value)), None)
+        if device is None or self._memory.spare_nbytes(device) < total_nbytes:
+            return False
+        devices.add(device)
+        for item in items:
+            value = resolve(item)
+            if isinstance(value, io.BytesIO):
+                self._copies.append(value)
+                continue
+            if not is_transparent(value):
+                return False
+            if self._memory.has(value):
+                if value.device not in devices and self._memory.spare_nbytes(value.device) < total_nbytes:
+                    return False
+                devices.add(value.device)
+                self.nbytes += value.nbytes
+                self._copies.append(self._memory.copied(without_lazy_bits(value)))
+            else:
+                host_nbytes += value.nbytes
+                if host_nbytes > _MOST_HOST_NBYTES:
+                    return False
+                self._copies.append(without_lazy_bits(value).clone())
+        return True
+
+    def resolver(self, items: Sequence[WriteItem]) -> Resolve:
+        """Return what gives out the copies, once each: of the items that were copied, in their order."""
+        copies = {id(item): copy for item, copy in zip(items, self._copies, strict=True)}
+        self._copies.clear()
+        return lambda item: copies.pop(id(item))
+
+    def end(self) -> None:
+        """Give back what is left."""
+        self._copies.clear()
+        if self._has_turn:
+            self._has_turn = False
+            self._memory.turn.release()
