@@ -162,21 +162,22 @@ def test_lanes_and_a_sink_that_is_slow(
 
 
 def test_one_batch_is_encoded_while_another_is_copied(tmp_path: Path, on_the_engine: StandInPool) -> None:
-    """Two threads are inside their engines at the same time; were it one, the barrier would break."""
-    both, met = threading.Barrier(2), threading.local()
+    """Two threads are inside their engines at the same time; the third has none of the two."""
+    both, threads, alone = threading.Barrier(2), set[int](), list[str]()
 
     def meet(name: str, slices: int) -> None:
-        if getattr(met, "once", False):
+        if len(threads) == 2 or threading.get_ident() in threads:
             return
-        met.once = True
+        threads.add(threading.get_ident())
         try:
-            both.wait(timeout=120)
-        except threading.BrokenBarrierError as error:  # a RuntimeError, which the engine takes for the GPU's
-            raise AssertionError("one at a time") from error
+            both.wait(timeout=20)
+        except threading.BrokenBarrierError:
+            alone.append(name)  # what is raised here is the GPU's failure, of which the engine makes the best
 
     on_the_engine.nvcomp = lambda: NvcompStandIn(meet)
     state = many(200, 100_000)
     save(tmp_path, state, codec="planes-zstd")
+    assert len(threads) == 2 and not alone
     assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 

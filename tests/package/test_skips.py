@@ -21,11 +21,14 @@ ALLOWED = {
 }
 
 
-def run(directory: Path, sources: dict[str, str], worker_count: int) -> subprocess.CompletedProcess[str]:
-    (directory / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a GPU\n")
+def run(
+    directory: Path, sources: dict[str, str], worker_count: int, options: tuple[str, ...] = ("--no-skips-but=gpu",)
+) -> subprocess.CompletedProcess[str]:
+    directory.mkdir(exist_ok=True)
+    (directory / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: needs a GPU\n  ci: in CI only\n")
     for name, source in sources.items():
         (directory / f"{name}.py").write_text(source)
-    plugins = ["-p", "xdist", "-p", "tests.skips", "-p", "no:cacheprovider", "--no-skips-but=gpu"]
+    plugins = ["-p", "xdist", "-p", "tests.skips", "-p", "tests.budget", "-p", "no:cacheprovider", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", *plugins, "-n", str(worker_count), "--dist", "loadgroup", str(directory)]
     return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=False)
@@ -33,6 +36,7 @@ def run(directory: Path, sources: dict[str, str], worker_count: int) -> subproce
 
 @pytest.mark.parametrize("worker_count", [0, pytest.param(2, marks=pytest.mark.ci)])
 def test_a_forbidden_skip_fails_the_run(tmp_path: Path, worker_count: int) -> None:
+    tmp_path /= "gpu"  # the name of a folder is no marker
     done = run(tmp_path, ALLOWED, worker_count)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "though not marked" not in done.stdout
@@ -40,6 +44,21 @@ def test_a_forbidden_skip_fails_the_run(tmp_path: Path, worker_count: int) -> No
     assert done.returncode == 1, done.stdout + done.stderr
     listed = done.stdout.partition("skipped, though not marked gpu")[2]
     assert listed.count("no disk") == 1 and listed.count("no network") == 1 and "no GPU" not in listed
+
+
+SLOW = {
+    "test_slow": "import time\ndef test_first(): time.sleep(0.4)\ndef test_second(): time.sleep(0.4)",
+    "test_marked": "import time, pytest\n@pytest.mark.ci\ndef test(): time.sleep(0.8)",
+}
+
+
+@pytest.mark.parametrize("worker_count", [0, pytest.param(2, marks=pytest.mark.ci)])
+def test_a_file_that_takes_too_long_fails_the_run(tmp_path: Path, worker_count: int) -> None:
+    done = run(tmp_path / "ci", SLOW, worker_count, ("--file-budget=0.7",))
+    assert done.returncode == 1, done.stdout + done.stderr
+    listed = done.stdout.partition("files that take more than 0.7 s")[2]
+    assert "test_slow.py" in listed and "test_marked" not in listed
+    assert run(tmp_path / "ci", SLOW, worker_count, ("--file-budget=60",)).returncode == 0
 
 
 SKIPPED = """

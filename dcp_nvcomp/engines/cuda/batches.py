@@ -7,10 +7,11 @@ the same ones. No Python runs per slice. Pure: knows no GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -236,6 +237,30 @@ class BatchLayouts:
             coder_of_piece=coder_of_block[pieces.block],
             slice_bounds=starts_of(slices),
         )
+
+
+class BlockCosts:
+    """The memory that coding each block of a batch takes, remembered with its layout.
+
+    Args:
+        of_block: returns it, of a chain, a length and flags.
+    """
+
+    def __init__(self, of_block: Callable[[CodecChain, int, int], int]) -> None:
+        self._of_block = of_block
+        self._known: WeakKeyDictionary[BatchLayout, I64] = WeakKeyDictionary()
+
+    def get(self, layout: BatchLayout) -> I64:
+        """Return the memory of each block."""
+        found = self._known.get(layout)
+        if found is None:
+            chains = [chain for chain, count in layout.runs for _ in range(count)]
+            blocks = [*zip(chains, layout.nbytes.tolist(), layout.flags.tolist(), strict=True)]
+            known = {(id(block[0]), *block[1:]): block for block in blocks}
+            costs = {key: self._of_block(*block) for key, block in known.items()}
+            found = np.array([costs[id(chain), nbytes, flags] for chain, nbytes, flags in blocks], np.int64)
+            self._known[layout] = found
+        return found
 
 
 def _join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:

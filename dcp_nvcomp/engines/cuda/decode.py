@@ -27,6 +27,7 @@ from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BatchLayout,
     BatchLayouts,
+    BlockCosts,
     Layouts,
     Pieces,
     block_table,
@@ -81,6 +82,7 @@ class BatchDecoder:
         self._coders = coders
         self._layouts = Layouts(every_plane=False)
         self._batches = BatchLayouts(every_plane=False)
+        self._costs = BlockCosts(self._cost_nbytes)
 
     def layout(self, layout: BatchLayout) -> BatchLayout:
         """Return the layout for decoding of a batch that is laid out for encoding."""
@@ -88,19 +90,11 @@ class BatchDecoder:
 
     def costs_nbytes(self, columns: Columns) -> list[int]:
         """Return the device memory that decoding each block takes, in addition to the block."""
-        known: dict[tuple[int, int, int], int] = {}
-        costs, at = [], 0
-        rows = [column.tolist() for column in (columns.nbytes, columns.flags, columns.encoded_nbytes)]
-        for chain, count in columns.runs:
-            for nbytes, flags, encoded_nbytes in zip(*(row[at : at + count] for row in rows), strict=True):
-                key = id(chain), nbytes, flags
-                if key not in known:
-                    known[key] = self._cost_nbytes(*key[1:], chain)
-                costs.append(known[key] + encoded_nbytes)
-            at += count
-        return costs
+        costs = self._costs.get(self._batches.get(columns.runs, columns.nbytes, columns.flags))
+        found: list[int] = (costs + columns.encoded_nbytes).tolist()
+        return found
 
-    def _cost_nbytes(self, nbytes: int, flags: int, chain: CodecChain) -> int:
+    def _cost_nbytes(self, chain: CodecChain, nbytes: int, flags: int) -> int:
         """But for the encoded block."""
         layout = self._layouts.get(chain, nbytes, flags)
         cost = layout.scratch_nbytes + _OVERHEAD_NBYTES

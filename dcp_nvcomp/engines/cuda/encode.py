@@ -28,6 +28,7 @@ from dcp_nvcomp.engines.cuda.batches import (
     I64,
     BatchLayout,
     BatchLayouts,
+    BlockCosts,
     Layouts,
     block_table,
     copy_table,
@@ -72,7 +73,7 @@ class EncodeJob:
         """The size of each block."""
         if self.bounds is None:
             return np.array([sum(tensor.nbytes for tensor in self.tensors)])
-        return np.diff(self.bounds)
+        return self.bounds[1:] - self.bounds[:-1]
 
     @property
     def is_run(self) -> bool:
@@ -125,25 +126,26 @@ class BatchEncoder:
         self._decoder = decoder
         self._layouts = Layouts(every_plane=True)
         self._batches = BatchLayouts(every_plane=True)
+        self._costs = BlockCosts(self._cost_nbytes)
 
     def costs_nbytes(self, jobs: Sequence[EncodeJob]) -> list[int]:
         """Return the device memory that encoding each block takes, in addition to the block."""
-        known: dict[tuple[int, bool], dict[int, int]] = {}
-        costs: list[int] = []
-        for job in jobs:
-            of_size = known.setdefault((id(job.chain), job.is_run), {})
-            sizes = job.block_nbytes.tolist()
-            for nbytes in set(sizes) - of_size.keys():
-                of_size[nbytes] = self._cost_nbytes(job, nbytes)
-            costs += map(of_size.__getitem__, sizes)
-        return costs
+        nbytes = np.concatenate([job.block_nbytes for job in jobs])
+        costs = self._costs.get(self._layout(jobs, nbytes))
+        if not all(job.is_run for job in jobs):
+            is_run = np.repeat([job.is_run for job in jobs], [job.count for job in jobs])
+            costs = np.where(is_run, costs, costs + nbytes)
+        found: list[int] = costs.tolist()
+        return found
 
-    def _cost_nbytes(self, job: EncodeJob, nbytes: int) -> int:
-        chain = job.chain
-        layout = self._layouts.get(chain, nbytes, 0)
+    def _layout(self, jobs: Sequence[EncodeJob], nbytes: I64) -> BatchLayout:
+        """Return the layout before any flags are known."""
+        return self._batches.get(tuple([(job.chain, job.count) for job in jobs]), nbytes, np.zeros_like(nbytes))
+
+    def _cost_nbytes(self, chain: CodecChain, nbytes: int, flags: int) -> int:
+        """Return what a block costs that is one run in memory."""
+        layout = self._layouts.get(chain, nbytes, flags)
         cost = layout.scratch_nbytes + chain.max_encoded_nbytes(nbytes) + _OVERHEAD_NBYTES
-        if not job.is_run:
-            cost += nbytes
         if chain.coder is not None and layout.slice_nbytes:
             lengths = layout.lengths[layout.coded]
             cost += self._coders.encode_nbytes(chain.coder, lengths)
@@ -158,7 +160,7 @@ class BatchEncoder:
             runs = [copies.get(at, job.tensors[0]) for at, job in enumerate(jobs)]
             data = np.concatenate([job.starts(run.data_ptr()) for job, run in zip(jobs, runs, strict=True)])
             nbytes = np.concatenate([job.block_nbytes for job in jobs])
-            layout = self._batches.get(tuple([(job.chain, job.count) for job in jobs]), nbytes, np.zeros_like(nbytes))
+            layout = self._layout(jobs, nbytes)
             results = torch.zeros((3, nbytes.size), dtype=torch.int32, device=self._device.torch_device)
             crc, seen, flags = results.unbind()
             scratch, bases = self._split(layout, data, (crc, seen, flags))
@@ -240,8 +242,8 @@ class BatchEncoder:
 
 def _check_flags(layout: BatchLayout, flags: U32) -> None:
     """Refuse flags that no codec has: decoding takes no notice of them, and no reader takes a file that has them."""
-    packed = (layout.packs != 0) & np.isin(flags, (FLAG_PACKED_REST, FLAG_PACKED_REST | FLAG_NEGATIVE))
-    if not ((flags == 0) | packed).all():
+    packed = (flags == FLAG_PACKED_REST) | (flags == FLAG_PACKED_REST | FLAG_NEGATIVE)
+    if not ((flags == 0) | packed & (layout.packs != 0)).all():
         raise RuntimeError(f"The GPU reports impossible flags for {flags.size} blocks.")
 
 
