@@ -5,6 +5,7 @@ from __future__ import annotations
 from dcp_nvcomp.advising.advice import Advice, Workload, advise
 from dcp_nvcomp.advising.bench import Bench, Prediction, bench
 from dcp_nvcomp.conversion.convert import Conversion
+from dcp_nvcomp.engines.choice import warm_up
 from dcp_nvcomp.engines.cuda.pool import release_device_memory
 from dcp_nvcomp.loading.job import LoadStats
 from dcp_nvcomp.maintenance.checks import Verification
@@ -43,5 +44,6 @@ __all__ = [
     "recover",
     "release_device_memory",
     "verify",
+    "warm_up",
     "write_report",
 ]

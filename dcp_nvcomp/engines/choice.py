@@ -9,12 +9,14 @@ import torch
 
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser, needs_gpu
+from dcp_nvcomp.engines.cuda.device import current_device
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.engines.cuda.slice_coders import is_ever_served, refusal_of
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.engines.notices import warn
 from dcp_nvcomp.errors import CodecUnavailableError
+from dcp_nvcomp.options import Engine, check_choice
 
 
 @dataclass
@@ -97,6 +99,26 @@ class EngineChoice:
             raise _impossible(refusal)
         health.left_out(chain, refusal)
         return False
+
+
+def warm_up(engine: str = "auto") -> None:
+    """Make the CUDA engine of the current GPU and test it now, for which the first save or load would wait.
+
+    Where its kernels were never compiled this takes seconds; an engine that is there takes no time. A process that has
+    not used CUDA has none to make, nor one whose GPU the engine can't use. Do not call it while a CUDA graph is
+    captured. A `CheckpointManager` calls it when it is made.
+
+    Args:
+        engine: of the saves to come; `"cpu"` makes none.
+
+    Examples:
+        >>> import dcp_nvcomp
+        >>> dcp_nvcomp.tools.warm_up()
+    """
+    check_choice("engine", engine, Engine)
+    choice = EngineChoice(engine)
+    if choice.may_use_cuda() and choice._unavailable_reason() is None:
+        shared_pool().tested(current_device())
 
 
 def _is_cuda(device: torch.device) -> bool:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dcp_nvcomp.calls.ranks import Call, group_of
 from dcp_nvcomp.calls.values import try_check
+from dcp_nvcomp.engines.choice import warm_up
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, RankFailedError
 from dcp_nvcomp.options import check_choice, check_flag, check_path, check_seconds, option_names
 from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch, number_of, ranks_of_run
@@ -167,6 +168,7 @@ class CheckpointManager:
         )
         self._pipeline = Pipeline(fast_ranks, durable_ranks, self._run, there, self._failures)
         self._restoring = Restoring(self._ranks, self._run, self._pipeline, self._progress)
+        warm_up(forwarded.writer.get("engine", "auto"))
 
     def _begin(self, run_id: str | None, take_over: bool, lease_seconds: float) -> tuple[RunSteps, int]:
         """Take the run; return the steps that are there, and the number of the lease."""

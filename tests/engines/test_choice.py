@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp import NvcompReader
+from dcp_nvcomp import CheckpointManager, NvcompReader
 from dcp_nvcomp.engines import choice, notices
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
@@ -23,6 +23,7 @@ from dcp_nvcomp.engines.tensors import PinnedMemory, plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import tasks as buffers
+from dcp_nvcomp.tools import warm_up
 from tests.checkpoints import assert_loads, save
 
 from .kernels_on_cpu import ReferenceKernels
@@ -272,3 +273,22 @@ def test_a_warning_names_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(RuntimeWarning) as caught:
         notices.warn("something")
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("made_by", ["call", "manager"])
+def test_an_engine_that_is_made_and_tested_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_by: str) -> None:
+    monkeypatch.setattr(buffers, "pinned_allocate", plain_allocate)
+    monkeypatch.setattr(choice, "current_device", lambda: torch.device("cpu"))
+    pool = install_stand_ins(monkeypatch, ReferenceKernels(), self_test=True)
+    warm_up("cpu")
+    assert not pool.devices
+    if made_by == "call":
+        warm_up()
+    else:
+        CheckpointManager(tmp_path / "run").close()
+    tests = len(pool.calls("encode"))
+    assert len(pool.devices) == 1 and tests and pool.devices[0].held_nbytes <= 4 << 20
+    warm_up()
+    assert len(pool.calls("encode")) == tests
+    save(tmp_path / "a", {"w": torch.randn(100_000)}, device_memory_budget=8 << 20)
+    assert len(pool.calls("encode")) == tests + 1, "no other self-test"

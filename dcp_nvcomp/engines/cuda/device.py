@@ -138,6 +138,11 @@ class LaunchedKernels:
         self._run("copy_pieces", pieces)
 
 
+def current_device() -> torch.device:
+    """Return the GPU on which this thread works, of a process that has used CUDA."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def free_memory_nbytes() -> int | None:
     """Return how much of the current device's memory torch could allocate; None if CUDA was not used, or fails."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -174,7 +179,7 @@ class CudaDevice:
         reason = cuda_unavailable_reason()
         if reason is not None:
             raise CodecUnavailableError(f"The CUDA engine can't run here: {reason}.")
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = current_device().index if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(self.torch_device)
         self.nvcomp = load_nvcomp()

@@ -28,7 +28,7 @@ from dcp_nvcomp.codecs.coders import Deflate, Zstd
 from dcp_nvcomp.codecs.transforms import Bytes, Planes
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob
-from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, free_memory_nbytes
+from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, current_device, free_memory_nbytes
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.engine import BlockEngine, CudaEngine
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine, EnginePolicy
@@ -151,7 +151,7 @@ class EnginePool:
 
     def _engines(self, device: torch.device) -> _DeviceEngines:
         if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = current_device()
         with self._lock:
             if device not in self._devices:
                 self._devices[device] = _DeviceEngines(device)
