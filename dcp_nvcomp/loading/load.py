@@ -28,8 +28,10 @@ from dcp_nvcomp.calls.values import (
 )
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.paths import saved_entries
-from dcp_nvcomp.loading.planner import UnwrappingPlanner, planner_for
+from dcp_nvcomp.loading.local_plans import LocalPlanner
+from dcp_nvcomp.loading.planner import planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.loading.shared_metadata import shared_metadata
 from dcp_nvcomp.options import DtypePolicy, check_choice, option_names
 from dcp_nvcomp.redaction import without_secrets
 
@@ -86,19 +88,24 @@ def load(
     check_choice("dtype", dtype, DtypePolicy)
     known = option_names(NvcompReader)
     reader = storage_of("load", NvcompReader, storage_reader, checkpoint_id, reader_options, known)
+    if checkpoint_id:
+        reader.reset(checkpoint_id)
     group = group_of(process_group, no_dist=no_dist)
     where = without_secrets(os.fspath(checkpoint_id)) if checkpoint_id else reader.checkpoint_id
     failure: CheckpointError | None = try_check("load", state_dict, alone=group is None)
     # not that the places are the same: nodes may mount one elsewhere, and whether the ranks saw one save is compared
-    meet(group, Call("load", repr(where)), None)
-    with _announced({} if failure is not None else state_dict, reader):
+    alone = meet(group, Call("load", repr(where)), reader.reads_alone)
+    with (
+        shared_metadata(reader, group, all_alike=not any(alone)),
+        _announced({} if failure is not None else state_dict, reader),
+    ):
         values: dict[str, Any] = {}
         if failure is None:
             # sorted, so that all ranks load in the same order
             objects = _saved_objects(reader) if any(_has_some_below(value) for value in state_dict.values()) else ()
             values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)}, objects)
         whole = [key for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)] if values else []
-        planning = planner_for(planner, failure, may_cast=dtype == "cast", may_leave=whole)
+        planning = LocalPlanner(planner_for(planner, may_cast=dtype == "cast", may_leave=whole), failure)
         failed: BaseException | None = None
         try:
             with together(group):
@@ -116,6 +123,10 @@ def load(
             if isinstance(failed, CheckpointError):
                 failed.path = failed.path or where
             raise failed
+        if planning.unplaced is not None:
+            placed = meet(group, Call("load", repr(where)), planning.placed())
+            if group is None or dist.get_rank(group) == 0:
+                planning.warn_of_unplaced(placed)
         for key, value in values.items():
             check_given(state_dict[key], value, key)
         for key, value in values.items():
@@ -160,7 +171,7 @@ def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[
 class _Reading:
     """A reader that hands a failure to read the metadata to the planner, as DCP would log it and go on."""
 
-    def __init__(self, reader: NvcompReader, planner: UnwrappingPlanner) -> None:
+    def __init__(self, reader: NvcompReader, planner: LocalPlanner) -> None:
         self._reader, self._planner = reader, planner
 
     def __getattr__(self, name: str) -> Any:

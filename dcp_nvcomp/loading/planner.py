@@ -28,10 +28,8 @@ from dcp_nvcomp.calls.values import (
     flatten_as_stock,
     is_default_planner,
     replace_at,
-    unwrapped,
 )
 from dcp_nvcomp.errors import (
-    CheckpointError,
     ConfigurationError,
     DtypeMismatchError,
     MissingKeyError,
@@ -46,46 +44,22 @@ from dcp_nvcomp.loading.read_plan import shares_elements
 _NO_TENSORS: Final = (bool, int, float, complex, str, bytes, type(None), np.ndarray, np.generic)
 
 
-def planner_for(
-    planner: LoadPlanner | None,
-    failure: CheckpointError | None = None,
-    *,
-    may_cast: bool = True,
-    may_leave: Collection[str] = (),
-) -> UnwrappingPlanner:
+def planner_for(planner: LoadPlanner | None, *, may_cast: bool = True, may_leave: Collection[str] = ()) -> LoadPlanner:
     if planner is None:
-        planner = _WholeTensorPlanner(may_cast=may_cast, may_leave=may_leave)
-    elif is_default_planner(planner, DefaultLoadPlanner):
-        assert isinstance(planner, DefaultLoadPlanner)
-        planner = _WholeTensorPlanner(
-            flatten_state_dict=planner.flatten_state_dict,
-            flatten_sharded_tensors=planner.flatten_sharded_tensors,
-            allow_partial_load=planner.allow_partial_load,
-            may_cast=may_cast,
-            may_leave=may_leave,
-        )
-    return UnwrappingPlanner(planner, failure)
+        return WholeTensorPlanner(may_cast=may_cast, may_leave=may_leave)
+    if not is_default_planner(planner, DefaultLoadPlanner):
+        return planner
+    assert isinstance(planner, DefaultLoadPlanner)
+    return WholeTensorPlanner(
+        flatten_state_dict=planner.flatten_state_dict,
+        flatten_sharded_tensors=planner.flatten_sharded_tensors,
+        allow_partial_load=planner.allow_partial_load,
+        may_cast=may_cast,
+        may_leave=may_leave,
+    )
 
 
-class UnwrappingPlanner:
-    """Plans a load into what lies under one key, as another planner does."""
-
-    def __init__(self, planner: LoadPlanner, failure: CheckpointError | None) -> None:
-        self._planner = planner
-        self.failure = failure
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        if self.failure is not None:
-            raise self.failure
-        self._planner.set_up_planner(unwrapped(state_dict), metadata, is_coordinator)
-
-
-class _WholeTensorPlanner(DefaultLoadPlanner):
+class WholeTensorPlanner(DefaultLoadPlanner):
     """DCP's default planner, quick for plain tensors saved as one shard, and clear about what can't be loaded."""
 
     def __init__(self, *, may_cast: bool, may_leave: Collection[str], **options: Any) -> None:
@@ -139,14 +113,22 @@ class _WholeTensorPlanner(DefaultLoadPlanner):
         rest = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
         return LoadPlan(items + rest.items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        if self._matched is not None:
-            assert self.metadata is not None
-            asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
-            own = {key: value for key, value in self._nested.items() if key not in self._may_leave}
-            warn_of_left(own, self.metadata, asked | self._matched.paths.keys())
-        plans: list[LoadPlan] = super().create_global_plan(global_plan)
-        return plans
+    def unplaced(self, asked: Collection[str]) -> Collection[str]:
+        """Return the saved keys below this destination's containers for which it has no place."""
+        if self._matched is None:
+            return ()
+        assert self.metadata is not None
+        there = {*asked, *self._matched.paths}
+        if self.metadata.state_dict_metadata.keys() <= there:
+            return ()
+        own = {key for key, value in self._nested.items() if isinstance(value, Mapping | list)} - set(self._may_leave)
+        return [fqn for fqn, path in paths_of(self.metadata).items() if fqn not in there and path[0] in own]
+
+    def warn_of_left(self, keys: Collection[str]) -> None:
+        """Warn of saved values that have no place in the destination's dicts and lists: of what `unplaced` returned."""
+        assert self.metadata is not None
+        if keys:
+            _warn_of_left(self._nested, {fqn: path for fqn, path in paths_of(self.metadata).items() if fqn in keys})
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         if self._matched is not None:
@@ -230,14 +212,7 @@ def _whole(fqn: str, tensor: torch.Tensor) -> ReadItem:
     return ReadItem(LoadItemType.TENSOR, index, origin, index, origin, size)
 
 
-def warn_of_left(state: Mapping[str, Any], metadata: Metadata, loaded: Collection[str]) -> None:
-    """Warn of saved values that have no place in the dicts and lists of a destination."""
-    if metadata.state_dict_metadata.keys() <= set(loaded):
-        return
-    containers = {key for key, value in state.items() if isinstance(value, Mapping | list)}
-    left = {fqn: path for fqn, path in paths_of(metadata).items() if fqn not in loaded and path[0] in containers}
-    if not left:
-        return
+def _warn_of_left(state: Mapping[str, Any], left: Mapping[str, Path]) -> None:
     shown = ", ".join(map(repr, list(left)[:3]))
     more = f" and {len(left) - 3} more" if len(left) > 3 else ""
     message = (

@@ -8,6 +8,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -21,7 +22,8 @@ from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, Configur
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.rank_metadata import merge_rank_metadata, prefer_rank
-from dcp_nvcomp.format.metadata.roots import is_missing, nothing_there, read_current, read_root
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, nothing_there, read_current, read_root
+from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.items import load_items
@@ -146,6 +148,7 @@ class NvcompReader(StorageReader):
         self._state_dict_metadata: dict[str, Any] = {}
         self._rank_parts: dict[int, Metadata] = {}
         self._failure: Exception | None = None
+        self.given_metadata: Metadata | None = None  # what all ranks of a load share
         self._save_id: str | None = None
         self.open_storage()  # fail fast on invalid options
 
@@ -192,18 +195,42 @@ class NvcompReader(StorageReader):
             # one without collectives, and the other ranks wait for this one until their timeout; and one rank's part of
             # an incomplete checkpoint would leave rows of the destinations as they were.
             raise self._failure
-        filesystem = self.open_storage()
-        try:
-            metadata = self._read_metadata(filesystem, rank)
-        except Exception as error:
-            self._failure = error
-            raise
-        finally:
-            filesystem.close()
+        if self.given_metadata is not None:
+            metadata = self.given_metadata
+        else:
+            with closing(self.open_storage()) as filesystem:
+                try:
+                    metadata = self._read_metadata(filesystem, rank)
+                except Exception as error:
+                    self._failure = error
+                    raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    @property
+    def reads_alone(self) -> bool:
+        """True if other ranks may have other metadata."""
+        return False
+
+    def read_root(self) -> Root | None:
+        """Read `.metadata` as it is; None if there is none."""
+        with closing(self.open_storage()) as filesystem:
+            if filesystem.file_nbytes(METADATA_NAME) is None:
+                return None
+            return read_current(
+                filesystem, trusted_globals=self.trusted_globals, limit_nbytes=self.metadata_limit_nbytes
+            )
+
+    def parsed(self, data: bytes) -> Metadata:
+        """Parse `.metadata` that another rank has read."""
+        return parse_metadata(
+            data,
+            path=self.checkpoint_id,
+            trusted_globals=self.trusted_globals,
+            limit_nbytes=self.metadata_limit_nbytes,
+        )
 
     def _read_metadata(self, filesystem: Filesystem, rank: int | None) -> Metadata:
         if filesystem.file_nbytes(METADATA_NAME) is not None:

@@ -229,6 +229,11 @@ class NearestReader(NvcompReader):
     def from_nodes(self, fetch: Fetch) -> None:
         self._fetch = fetch
 
+    @property
+    def reads_alone(self) -> bool:
+        """True from nodes: replicas have versions of their own of one step."""
+        return self._fetch is not None
+
     def open_storage(self) -> Filesystem:
         durable = super().open_storage()
         if self._fetch is None:

@@ -1,0 +1,104 @@
+"""What `load` gives DCP for a planner: each rank keeps its own plan, and only what has to be compared travels.
+
+local     a rank plans, and sends an empty plan; the reader adds which save it saw
+global    the coordinator compares these; what it has no place for itself goes out with the plans, which is little
+after     if there was any, each rank says which of it has a place there, and the coordinator warns of the rest
+
+DCP sends every plan to the coordinator and back, though its global step changes none: at 512 ranks of 1,000 shards that
+is 66 MB to unpickle and pickle again. A planner of another class may change plans, so its plans do travel.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from dcp_nvcomp.calls.values import unwrapped
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.loading.planner import WholeTensorPlanner
+
+
+@dataclass(frozen=True)
+class SomeKeys:
+    """Some keys of a checkpoint, a bit for each in the order of its metadata, which all ranks have."""
+
+    bits: bytes
+
+    @staticmethod
+    def of(keys: Collection[str], metadata: Metadata) -> SomeKeys:
+        mask = np.fromiter((key in keys for key in metadata.state_dict_metadata), np.bool_)
+        return SomeKeys(zlib.compress(np.packbits(mask).tobytes()))
+
+    def names(self, metadata: Metadata) -> list[str]:
+        """Return the keys."""
+        count = len(metadata.state_dict_metadata)
+        mask = np.unpackbits(np.frombuffer(zlib.decompress(self.bits), np.uint8), count=count).tolist()
+        return [key for key, bit in zip(metadata.state_dict_metadata, mask, strict=True) if bit]
+
+
+class LocalPlanner:
+    """Plans a load into what lies under one key, as another planner does."""
+
+    def __init__(self, planner: LoadPlanner, failure: CheckpointError | None) -> None:
+        self._planner = planner
+        self.failure = failure
+        self.unplaced: SomeKeys | None = None  # what the coordinator has no place for; the same on all ranks
+        self._metadata = Metadata({})
+        self._plan: LoadPlan | None = None  # of this rank, if it stays here
+        self._asked: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self._planner.set_up_planner(unwrapped(state_dict), metadata, is_coordinator)
+        self._metadata = metadata or self._metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = self._planner.create_local_plan()
+        if not isinstance(self._planner, WholeTensorPlanner):
+            return plan
+        self._plan = plan
+        return LoadPlan([])
+
+    def create_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        if self._plan is None:
+            return self._planner.create_global_plan(plans)
+        assert isinstance(self._planner, WholeTensorPlanner)
+        unplaced = self._planner.unplaced(_keys_of(self._plan))
+        return (
+            [replace(plan, planner_data=SomeKeys.of(unplaced, self._metadata)) for plan in plans] if unplaced else plans
+        )
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        if isinstance(new_plan.planner_data, SomeKeys):
+            self.unplaced = new_plan.planner_data
+        if self._plan is not None:
+            new_plan = replace(self._plan, storage_data=new_plan.storage_data)
+        self._asked = _keys_of(new_plan)
+        return self._planner.finish_plan(new_plan)
+
+    def placed(self) -> SomeKeys:
+        """Return which of the unplaced keys have a place on this rank."""
+        assert self.unplaced is not None
+        return SomeKeys.of(self._asked.intersection(self.unplaced.names(self._metadata)), self._metadata)
+
+    def warn_of_unplaced(self, placed: Sequence[SomeKeys]) -> None:
+        """Warn of what has a place on no rank; on the coordinator."""
+        assert isinstance(self._planner, WholeTensorPlanner) and self.unplaced is not None
+        found = {key for keys in placed for key in keys.names(self._metadata)}
+        self._planner.warn_of_left({key for key in self.unplaced.names(self._metadata) if key not in found})
+
+
+def _keys_of(plan: LoadPlan) -> set[str]:
+    return {item.storage_index.fqn for item in plan.items}
