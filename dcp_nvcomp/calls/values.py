@@ -15,7 +15,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -41,6 +41,13 @@ def is_stateful(value: Any) -> bool:
     if type(value) in _PLAIN or isinstance(value, torch.Tensor | type):
         return False
     return hasattr(value, "state_dict") and isinstance(value, Stateful)
+
+
+def expects_checkpoint(value: Any) -> TypeGuard[ExpectsCheckpoint]:
+    """Return what `isinstance(value, ExpectsCheckpoint)` does, which takes 10 us for each tensor of a state."""
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor | type):
+        return False
+    return isinstance(value, ExpectsCheckpoint)
 
 
 def check_state_dict(call: str, state_dict: Any) -> None:
@@ -123,7 +130,7 @@ def values_of(value: Any, objects: Collection[str] = (), fqn: str = "") -> Any:
 def _below(value: Any, objects: Collection[str], fqn: str, *, is_object: bool) -> Any:
     if not is_stateful(value):
         return values_of(value, {*objects, fqn} if is_object else objects, fqn)
-    if isinstance(value, ExpectsCheckpoint):
+    if expects_checkpoint(value):
         raise ConfigurationError(
             f"A {type(value).__name__} has to be at the top of the state dict, not in another dict or list: give it a "
             "key of its own."

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, meet, together
 from dcp_nvcomp.calls.suggestions import storage_of
 from dcp_nvcomp.calls.values import (
-    ExpectsCheckpoint,
     check_given,
+    expects_checkpoint,
     given_back,
     has_stateful,
     is_stateful,
@@ -104,7 +104,7 @@ def load(
             # sorted, so that all ranks load in the same order
             objects = _saved_objects(reader) if any(_has_some_below(value) for value in state_dict.values()) else ()
             values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)}, objects)
-        whole = [key for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)] if values else []
+        whole = [key for key, value in state_dict.items() if expects_checkpoint(value)] if values else []
         planning = LocalPlanner(planner_for(planner, may_cast=dtype == "cast", may_leave=whole), failure)
         failed: BaseException | None = None
         try:
@@ -155,7 +155,7 @@ def _saved_objects(reader: NvcompReader) -> set[str]:
 @contextmanager
 def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[None]:
     """Tell the values that want to know what the checkpoint has, until the load is over, however it ends."""
-    waiting = {key: value for key, value in state_dict.items() if isinstance(value, ExpectsCheckpoint)}
+    waiting = {key: value for key, value in state_dict.items() if expects_checkpoint(value)}
     try:
         if waiting:
             # the load itself meets the same error, and reports it to all ranks

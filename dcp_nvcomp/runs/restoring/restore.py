@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_nvcomp.calls.values import ExpectsCheckpoint, is_stateful
+from dcp_nvcomp.calls.values import expects_checkpoint, is_stateful
 from dcp_nvcomp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -289,7 +289,7 @@ def _load_whole(state: dict[str, Any], reader: NearestReader, group: dist.Proces
 
 
 def _comes_whole(value: Any) -> bool:
-    return isinstance(value, Mapping | list) or (is_stateful(value) and not isinstance(value, ExpectsCheckpoint))
+    return isinstance(value, Mapping | list) or (is_stateful(value) and not expects_checkpoint(value))
 
 
 def _is_damage(error: BaseException | None) -> bool:
