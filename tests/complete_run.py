@@ -39,19 +39,21 @@ PARTS: Final = {
 
 
 def run(part: str) -> tuple[bool, str, float]:
-    """Run a part; return whether it passed, the last line that counts something, and how many minutes it took."""
+    """Run a part; return whether it passed, what counts something at its end, and how many minutes it took."""
     began = time.monotonic()
     environment = {**os.environ, "DCP_NVCOMP_TEST_PROFILE": "all"}
     process = subprocess.Popen(
         PARTS[part], shell=True, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    said = ""
+    ended, said = list[str](), ""
     assert process.stdout is not None
     for line in process.stdout:
         print(line, end="", flush=True)
-        if re.search(r"\d+ (passed|failed|missed|findings|executions)|\"findings\"", line):
+        if re.match(r"=+ .*\d+ (passed|failed|error).* in ", line):  # of pytest, which a part may run several times
+            ended.append(line.strip(" =\n"))
+        elif re.search(r"\d+ (passed|failed|missed|findings|executions)|\"findings\"", line):
             said = line.strip(" =\n")
-    return process.wait() == 0, said, (time.monotonic() - began) / 60
+    return process.wait() == 0, "; ".join(ended) or said, (time.monotonic() - began) / 60
 
 
 def note(part: str, passed: bool, said: str, minutes: float) -> None:
