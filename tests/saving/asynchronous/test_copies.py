@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from fsspec.registry import known_implementations
@@ -178,6 +179,7 @@ def test_the_callback_runs_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_filesystem_that_was_registered_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_name: bool) -> None:
     """A class that fsspec knows by its name is found elsewhere; where another one keeps things is not known."""
+    assert fsspec.get_filesystem_class("limited") is LimitedFileSystem  # from now on fsspec has the class itself
     if not by_name:
         monkeypatch.delitem(known_implementations, "limited")
     state = {"w": torch.zeros(1 << 20)}
