@@ -25,6 +25,7 @@ from dcp_nvcomp.calls.values import PLAIN_TENSORS, flatten, is_default_planner, 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
 from dcp_nvcomp.saving.encode.objects import serialized
+from dcp_nvcomp.saving.plans.balance import balanced
 from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
 from dcp_nvcomp.saving.plans.kept_plans import GlobalPlan, KeptPlan, PlanKey, Proposal, Structure, agree, structure_of
 from dcp_nvcomp.saving.process_state import process_state
@@ -181,6 +182,9 @@ class KeepingPlanner(SavePlanner):
         paths = [plan.planner_data or {} for plan in local_plans] if self._is_default else []
         if self._is_default:  # DCP would merge them too, and know nothing of keys
             local_plans = [dataclasses.replace(plan, planner_data={}) for plan in local_plans]
+            assert isinstance(self._inner, DefaultSavePlanner)
+            if not self._inner.dedup_save_to_lowest_rank:
+                local_plans = balanced(local_plans)
         plans, metadata = self._inner.create_global_plan(local_plans)
         if self._is_default and metadata.planner_data is not None:
             metadata = dataclasses.replace(metadata, planner_data=merged_paths(paths, metadata.state_dict_metadata))
