@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-import dcp_nvcomp
 from benchmarks.gpu_acceptance.host import MIB, Host
 from benchmarks.gpu_acceptance.made import State, made_state
 from benchmarks.gpu_acceptance.results import Probe
 from benchmarks.gpu_acceptance.saving import Memory, differing, load, on_the_engine, save, warnings_of
+from dcp_nvcomp.engines.cuda.pool import release_device_memory
 
 # What is left for the engines, in MiB: nothing, too little for one block, a little of what the budget allows.
 _LEFT_MIB = (0, 1, 24, 160)
@@ -62,7 +62,7 @@ def _released(host: Host) -> Mapping[str, Any]:
     with on_the_engine(host) as memory:
         found = {"before": memory.taken(), **_saved_and_loaded(host, state, lambda: None)}
         found["kept"] = memory.taken()
-        dcp_nvcomp.tools.release_device_memory()
+        release_device_memory()
         if not host.stand_in:
             torch.cuda.empty_cache()
         found["released"] = _checked(memory, found["before"])

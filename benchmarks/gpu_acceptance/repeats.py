@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-import dcp_nvcomp
 from benchmarks.gpu_acceptance.host import MIB, Host
 from benchmarks.gpu_acceptance.made import made_state
 from benchmarks.gpu_acceptance.results import Probe
 from benchmarks.gpu_acceptance.saving import differing, load, on_the_engine, save, warnings_of
 from benchmarks.peers import remove
+from dcp_nvcomp.engines.cuda.pool import release_device_memory
 
 _TURNS = 20
 
@@ -67,7 +67,7 @@ class _Repeats:
 
     def afterwards(self) -> Mapping[str, Any]:
         """Give the memory back, and compare the last turn with the second: the first tests and compiles besides."""
-        dcp_nvcomp.tools.release_device_memory()
+        release_device_memory()
         if not self._host.stand_in:
             torch.cuda.empty_cache()
         found = {"before": self._before, "after release_device_memory": self._memory.taken()}

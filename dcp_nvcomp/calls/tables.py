@@ -12,8 +12,6 @@ from datetime import datetime
 from html import escape
 from typing import Final, NamedTuple
 
-from rich.cells import cell_len
-
 from dcp_nvcomp.redaction import printable
 
 _GAP: Final = "  "
@@ -44,6 +42,8 @@ class Table:
 
     def lines(self, width: int = _NO_LIMIT) -> tuple[list[str], list[str]]:
         """Return the lines, the heading first, and the names of the columns that there is no room for."""
+        from rich.cells import cell_len  # a GPU host that only saves need not have it
+
         cells = [[column.name for column in self.columns], *self.rows]
         widths = [max(map(cell_len, of_column)) for of_column in zip(*cells, strict=True)]
         shown = list(range(len(self.columns)))

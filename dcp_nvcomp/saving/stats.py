@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.filesize import decimal
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.calls.tables import Column, Shown, Table, left
@@ -43,6 +42,8 @@ class Totals:
 
     def cells(self) -> tuple[str, str, str]:
         """Return both sizes and the ratio as a table shows them."""
+        from rich.filesize import decimal  # a GPU host that only saves need not have it
+
         return decimal(self.uncompressed_nbytes), decimal(self.encoded_nbytes), f"{self.ratio:.3f}"
 
     def __add__(self, other: Totals) -> Totals:
@@ -230,6 +231,8 @@ class SaveStats(Shown):
         yield table_of_totals("codec", self.by_codec)
 
     def __str__(self) -> str:
+        from rich.filesize import decimal
+
         stages = ", ".join(f"{stage} {self.seconds.get(stage, 0.0):.2f} s" for stage in STAGES)
         return printable(
             f"saved {decimal(self.uncompressed_nbytes)} as {decimal(self.stored_nbytes)} "

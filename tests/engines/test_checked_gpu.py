@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-import dcp_nvcomp
 from dcp_nvcomp import NvcompWriter, SaveStats
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
 from dcp_nvcomp.engines.cuda.arena import Arena
@@ -22,7 +21,7 @@ from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.health import FAILURES_IN_A_ROW
-from dcp_nvcomp.engines.cuda.pool import EnginePool, run_self_test
+from dcp_nvcomp.engines.cuda.pool import EnginePool, release_device_memory, run_self_test
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.loading import decoder as decoding
@@ -364,7 +363,7 @@ def test_twenty_saves_and_loads_reserve_no_more_than_the_first(tmp_path: Path, m
         reserved.append(sum(device.held_nbytes for device in stand_ins.devices))
     assert len(stand_ins.devices) <= 2
     assert set(reserved) <= {2 << 20, 4 << 20} and sorted(reserved) == reserved, "an engine or two, of 2 MiB each"
-    dcp_nvcomp.tools.release_device_memory()
+    release_device_memory()
     assert [device.held_nbytes for device in stand_ins.devices] == [0] * len(stand_ins.devices)
 
 

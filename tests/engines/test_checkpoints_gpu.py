@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import dcp_nvcomp
 from dcp_nvcomp import NvcompReader, NvcompWriter
+from dcp_nvcomp.engines.cuda.pool import release_device_memory
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.saving.encode import choices, records
 
@@ -185,7 +185,7 @@ def test_out_of_memory_makes_batches_smaller(tmp_path: Path, little_memory: Call
 def test_without_memory_the_cpu_engine_takes_what_is_left(tmp_path: Path, little_memory: Callable[[int], None]) -> None:
     state = {"w": a_state()["w"], "i": a_state()["i"]}
     save(tmp_path / "warm-up", state)
-    dcp_nvcomp.tools.release_device_memory()
+    release_device_memory()
     little_memory(1 * MIB)
     with pytest.warns(RuntimeWarning, match="CPU engine"):
         save(tmp_path / "1", state, engine="auto")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import dcp_nvcomp
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Zstd
 from dcp_nvcomp.engines import choice
 from dcp_nvcomp.engines.choice import EngineChoice
@@ -22,7 +21,7 @@ from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
-from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, shared_pool
+from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, release_device_memory, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
 from dcp_nvcomp.saving.encode import tasks as buffers
@@ -159,7 +158,7 @@ def test_one_thread_alone_makes_do_with_one_engine(install: Callable[..., StandI
     for _ in range(3):
         with shared.lend(CPU, EnginePolicy(BUDGET)):
             pass
-        dcp_nvcomp.tools.release_device_memory()
+        release_device_memory()
         shared.begin(2 * BUDGET)
     assert len(pool.devices) == 1
 

@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ def _restored(manager: CheckpointManager) -> int | None:
     event = manager.restore(state)
     assert event is None or _holds(state, event.step)
     return None if event is None else event.step
+
+
+def _wait_for(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    deadline = time.monotonic() + 60
+    while text not in caplog.text:
+        assert time.monotonic() < deadline, f"nothing is said of {text!r}"
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -155,6 +163,8 @@ def test_a_due_save_that_the_fast_tier_lost_is_made_up_for(
         for step in range(5, 31 if how != "last" else 21):
             if manager.should_save(step):
                 manager.save(step, _state(step), durable=how == "last" and step == 20)
+            if how == "asynchronous" and step == 20:  # else the loop may end before the failure is known
+                _wait_for("lost step 20", caplog)
     made_up = _steps(tmp_path / "run")
     assert "lost step 20" in caplog.text and "no room" in caplog.text
     if how == "asynchronous":
