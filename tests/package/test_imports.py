@@ -26,7 +26,7 @@ assert torch.equal(state["w"], into["w"])
 found = sys.modules
 """
 
-ABSENT = "sys.modules.update(dict.fromkeys(['s3fs', 'matplotlib', 'tqdm', 'nvidia.nvcomp', 'cupy']))"
+ABSENT = "sys.modules.update(dict.fromkeys(['s3fs', 'matplotlib', 'tqdm', 'rich', 'typer', 'nvidia.nvcomp', 'cupy']))"
 
 COMMAND = """
 import sys
