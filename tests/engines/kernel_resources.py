@@ -23,7 +23,7 @@ from typing import Any
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, kernel_source
 from dcp_nvcomp.engines.cuda.literals import LITERALS_KERNELS, LITERALS_OPTIONS, LITERALS_SOURCES
 
-__all__ = ["ARCHITECTURES", "PROGRAMS", "Resources", "resources_of"]
+__all__ = ["ARCHITECTURES", "PROGRAMS", "Resources", "compile_to_cubin", "load_nvrtc", "resources_of"]
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -111,14 +111,7 @@ def _text(content: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     return json.dumps(content, indent=1).removesuffix("\n}") + f',\n "kernels": [\n  {lines}\n ]\n}}\n'
 
 
-if __name__ == "__main__":
-    main()
-
-
 # ---- NVRTC, NVIDIA's run-time compiler -------------------------------------------------------------------------------
-
-
-__all__ = ["compile_program", "compile_to_cubin", "load_nvrtc", "version_of"]
 
 _PACKAGES = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 
@@ -180,3 +173,7 @@ def _content(get_nbytes: Any, get: Any, program: ctypes.c_void_p) -> bytes:
 
 def _check(status: int) -> None:
     assert status == 0, f"NVRTC returned {status}"
+
+
+if __name__ == "__main__":
+    main()

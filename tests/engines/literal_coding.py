@@ -19,7 +19,18 @@ from dcp_nvcomp.engines.cuda.literals import LiteralCoders
 from .kernels_on_cpu import ReferenceKernels, emulated_launch
 from .nvcomp_stand_in import StandInDevice
 
-__all__ = ["CODER", "Encoded", "GuardedDevice", "check", "cpu_frame", "decode", "encode", "libzstd", "too_long"]
+__all__ = [
+    "CODER",
+    "Encoded",
+    "GuardPages",
+    "GuardedDevice",
+    "check",
+    "cpu_frame",
+    "decode",
+    "encode",
+    "libzstd",
+    "too_long",
+]
 
 U8 = np.ndarray
 
@@ -175,8 +186,6 @@ def too_long(encoded: Encoded) -> int:
 
 # ---- memory beside which nothing can be accessed ---------------------------------------------------------------------
 
-
-__all__ = ["GuardPages"]
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
