@@ -101,6 +101,12 @@ class EngineChoice:
         return False
 
 
+def has_cuda_engine(engine: str) -> bool:
+    """Return True if this process has used CUDA, and tensors on its GPUs are for the CUDA engine."""
+    choice = EngineChoice(engine)
+    return choice.may_use_cuda() and choice._unavailable_reason() is None
+
+
 def warm_up(engine: str = "auto") -> None:
     """Make the CUDA engine of the current GPU and test it now, for which the first save or load would wait.
 
@@ -116,8 +122,7 @@ def warm_up(engine: str = "auto") -> None:
         >>> dcp_nvcomp.tools.warm_up()
     """
     check_choice("engine", engine, Engine)
-    choice = EngineChoice(engine)
-    if choice.may_use_cuda() and choice._unavailable_reason() is None:
+    if has_cuda_engine(engine):
         shared_pool().tested(current_device())
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -21,6 +23,7 @@ from dcp_nvcomp.calls.values import (
     expects_checkpoint,
     given_back,
     has_stateful,
+    is_default_planner,
     is_stateful,
     try_check,
     try_values_of,
@@ -34,6 +37,7 @@ from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.loading.shared_metadata import shared_metadata
 from dcp_nvcomp.options import DtypePolicy, check_choice, option_names
 from dcp_nvcomp.redaction import without_secrets
+from dcp_nvcomp.storage.open import real_place
 
 
 def load(
@@ -94,9 +98,11 @@ def load(
     where = without_secrets(os.fspath(checkpoint_id)) if checkpoint_id else reader.checkpoint_id
     failure: CheckpointError | None = try_check("load", state_dict, alone=group is None)
     # not that the places are the same: nodes may mount one elsewhere, and whether the ranks saw one save is compared
-    alone = meet(group, Call("load", repr(where)), reader.reads_alone)
+    place = real_place(checkpoint_id or reader.path)
+    stays = (planner is None or is_default_planner(planner, DefaultLoadPlanner)) and not reader.looks_at_plans
+    told = meet(group, Call("load", repr(where)), (place, reader.reads_alone, stays))
     with (
-        shared_metadata(reader, group, all_alike=not any(alone)),
+        shared_metadata(reader, group, all_alike={(one, alone) for one, alone, _ in told} == {(place, False)}),
         _announced({} if failure is not None else state_dict, reader),
     ):
         values: dict[str, Any] = {}
@@ -105,7 +111,8 @@ def load(
             objects = _saved_objects(reader) if any(_has_some_below(value) for value in state_dict.values()) else ()
             values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)}, objects)
         whole = [key for key, value in state_dict.items() if expects_checkpoint(value)] if values else []
-        planning = LocalPlanner(planner_for(planner, may_cast=dtype == "cast", may_leave=whole), failure)
+        chosen = planner_for(planner, may_cast=dtype == "cast", may_leave=whole)
+        planning = LocalPlanner(chosen, failure, stays=all(one for _, _, one in told))
         failed: BaseException | None = None
         try:
             with together(group):
@@ -123,10 +130,9 @@ def load(
             if isinstance(failed, CheckpointError):
                 failed.path = failed.path or where
             raise failed
-        if planning.unplaced is not None:
-            placed = meet(group, Call("load", repr(where)), planning.placed())
-            if group is None or dist.get_rank(group) == 0:
-                planning.warn_of_unplaced(placed)
+        # before anything that may fail on one rank alone
+        placed = [] if planning.unplaced is None else meet(group, Call("load", repr(where)), planning.placed())
+        is_first = group is None or dist.get_rank(group) == 0
         for key, value in values.items():
             check_given(state_dict[key], value, key)
         for key, value in values.items():
@@ -135,6 +141,9 @@ def load(
             except CheckpointError as error:
                 error.fqn, error.path = f"{key}.{error.fqn}" if error.fqn else key, error.path or where
                 raise
+        # once, by the first rank; where a filter makes an error of the warning, all ranks raise it
+        with nullcontext() if is_first else warnings.catch_warnings(record=True):
+            planning.warn_of_unplaced(placed)
 
 
 def _has_some_below(value: Any) -> bool:

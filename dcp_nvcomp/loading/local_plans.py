@@ -45,8 +45,9 @@ class SomeKeys:
 class LocalPlanner:
     """Plans a load into what lies under one key, as another planner does."""
 
-    def __init__(self, planner: LoadPlanner, failure: CheckpointError | None) -> None:
+    def __init__(self, planner: LoadPlanner, failure: CheckpointError | None, *, stays: bool) -> None:
         self._planner = planner
+        self._stays = stays  # whether the plans of all ranks stay where they are
         self.failure = failure
         self.unplaced: SomeKeys | None = None  # what the coordinator has no place for; the same on all ranks
         self._metadata = Metadata({})
@@ -66,7 +67,7 @@ class LocalPlanner:
 
     def create_local_plan(self) -> LoadPlan:
         plan = self._planner.create_local_plan()
-        if not isinstance(self._planner, WholeTensorPlanner):
+        if not self._stays:
             return plan
         self._plan = plan
         return LoadPlan([])
@@ -76,14 +77,14 @@ class LocalPlanner:
             return self._planner.create_global_plan(plans)
         assert isinstance(self._planner, WholeTensorPlanner)
         unplaced = self._planner.unplaced(_keys_of(self._plan))
-        return (
-            [replace(plan, planner_data=SomeKeys.of(unplaced, self._metadata)) for plan in plans] if unplaced else plans
-        )
+        if not unplaced:
+            return plans
+        told = SomeKeys.of(set(unplaced), self._metadata)
+        return [replace(plan, planner_data=told) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        if isinstance(new_plan.planner_data, SomeKeys):
-            self.unplaced = new_plan.planner_data
         if self._plan is not None:
+            self.unplaced = new_plan.planner_data
             new_plan = replace(self._plan, storage_data=new_plan.storage_data)
         self._asked = _keys_of(new_plan)
         return self._planner.finish_plan(new_plan)
@@ -94,8 +95,10 @@ class LocalPlanner:
         return SomeKeys.of(self._asked.intersection(self.unplaced.names(self._metadata)), self._metadata)
 
     def warn_of_unplaced(self, placed: Sequence[SomeKeys]) -> None:
-        """Warn of what has a place on no rank; on the coordinator."""
-        assert isinstance(self._planner, WholeTensorPlanner) and self.unplaced is not None
+        """Warn of what has a place on no rank, if there is any."""
+        if self.unplaced is None:
+            return
+        assert isinstance(self._planner, WholeTensorPlanner)
         found = {key for keys in placed for key in keys.names(self._metadata)}
         self._planner.warn_of_left({key for key in self.unplaced.names(self._metadata) if key not in found})
 

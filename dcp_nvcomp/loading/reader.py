@@ -214,6 +214,15 @@ class NvcompReader(StorageReader):
         """True if other ranks may have other metadata."""
         return False
 
+    @property
+    def looks_at_plans(self) -> bool:
+        """True if a subclass may look at the plans of ranks: then they travel, as in `dcp.load`."""
+        kind, usual = type(self), NvcompReader
+        return (kind.prepare_local_plan, kind.prepare_global_plan) != (
+            usual.prepare_local_plan,
+            usual.prepare_global_plan,
+        )
+
     def read_root(self) -> Root | None:
         """Read `.metadata` as it is; None if there is none."""
         with closing(self.open_storage()) as filesystem:

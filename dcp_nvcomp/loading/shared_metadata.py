@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def shared_metadata(reader: NvcompReader, group: dist.ProcessGroup | None, *, all_alike: bool) -> Iterator[None]:
     """Have a reader use the metadata that all ranks share, for one load.
 
-    `all_alike` says whether all ranks read the same file.
+    `all_alike` says whether all ranks read the same file; the same on all of them.
     """
     if group is None or not all_alike or dist.get_world_size(group) == 1:
         yield

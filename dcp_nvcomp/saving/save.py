@@ -30,6 +30,7 @@ from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, together
 from dcp_nvcomp.calls.suggestions import storage_of
 from dcp_nvcomp.calls.values import is_default_planner, leaves, try_check, try_values_of, wrapped
 from dcp_nvcomp.codecs.choose import needs_gpu
+from dcp_nvcomp.engines.choice import has_cuda_engine
 from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
 from dcp_nvcomp.options import check_choice, option_names
 from dcp_nvcomp.saving.asynchronous.device_copies import DeviceCopies
@@ -197,13 +198,14 @@ def async_save(
 ) -> AsyncSave:
     """Save a state dict in the background; return when the state may change again. All ranks have to call this.
 
-    Tensors on a GPU are copied there, if it has the room beside the most that training ever needed, and encoded while
-    training goes on; each copy goes as soon as it is encoded. Else they are encoded before training goes on, and only
-    what they come to is held in host memory until it is written. Tensors in host memory are copied and encoded by
-    another process, if training leaves a core for it and it finds the same storage (not `memory://`, nor a filesystem
-    whose class was registered with fsspec here), else encoded at once. Collectives run over gloo groups made for the
-    purpose, so those of training may be on NCCL, and never meet those of a save. The next save is staged while this one
-    is still written; the one after that waits until this one is over. Checkpoints are published in order.
+    Tensors on a GPU are copied there, if the driver has memory for it that training has never taken, and encoded while
+    training goes on, until `upload_completion`; each copy goes as soon as it is encoded. Else they are encoded before
+    training goes on, and only what they come to is held in host memory until it is written. Tensors in host memory are
+    copied and encoded by another process, if training leaves a core for it and it finds the same storage (not
+    `memory://`, nor a filesystem whose class was registered with fsspec here), else encoded at once. Collectives run
+    over gloo groups made for the purpose, so those of training may be on NCCL, and never meet those of a save. The next
+    save is staged while this one is still written; the one after that waits until this one is over. Checkpoints are
+    published in order. A CUDA graph is captured when no save is under way, or with `capture_error_mode="thread_local"`.
 
     Args:
         state_dict: what to save. `state_dict()` of its Stateful values is called here.
@@ -271,7 +273,7 @@ def async_save(
                 release,
                 sequence.last,
                 _copied_write(writer, checkpoint_id),
-                DeviceCopies(process_state().device_memory),
+                DeviceCopies(process_state().device_memory) if has_cuda_engine(writer.options.engine) else None,
                 is_waited_for=wait == "staged",
             )
             keeping.pickles_by(staging.on_caller)

@@ -179,3 +179,67 @@ def _damaged(path: Path) -> str:
 def test_metadata_that_is_damaged(ranks: RankPool, tmp_path: Path) -> None:
     told = ranks.run(_damaged, tmp_path)
     assert len(set(told)) == 1 and "recover" in told[0]
+
+
+def _two_paths(path: Path) -> tuple[str, torch.Tensor]:
+    rank, into = dist.get_rank(), {"w": torch.zeros(4)}
+    save_one(path / str(rank), {"w": torch.ones(4)})
+    dist.barrier()
+    try:
+        load(into, path / str(rank))
+    except errors.ConfigurationError as error:
+        return str(error), into["w"]
+    return "loaded", into["w"]
+
+
+def test_ranks_that_load_from_two_paths(ranks: RankPool, tmp_path: Path) -> None:
+    for said, loaded in ranks.run(_two_paths, tmp_path, world_size=2):
+        assert "The ranks load different checkpoints" in said
+        assert not loaded.any(), "nothing is loaded"
+
+
+class _Noting:
+    def __init__(self) -> None:
+        self.loaded: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": torch.zeros(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+def _warnings_are_errors(path: Path) -> str:
+    save({"model": {"a": torch.ones(2), "b": torch.ones(2)}, "s": _Noting()}, path)
+    noting = _Noting()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            load({"model": {"a": torch.zeros(2)}, "s": noting}, path)
+        except UserWarning as warning:
+            assert noting.loaded.keys() == {"x"}
+            return str(warning)
+    return "loaded"
+
+
+def test_a_warning_that_is_an_error_is_one_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    told = ranks.run(_warnings_are_errors, tmp_path, world_size=2)
+    assert "'model.b'" in told[0] and told == told[:1] * 2
+
+
+class _Looking(NvcompReader):
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        assert plan.items
+        return super().prepare_local_plan(plan)
+
+
+def _own_reader(path: Path) -> None:
+    full = {"w": torch.arange(32.0).reshape(8, 4)}
+    save(sharded(full), path)
+    into = sharded(blank(full))
+    load(into, storage_reader=_Looking(path) if dist.get_rank() == 1 else NvcompReader(path))
+    assert_same(_shards(into), _shards(sharded(full)))
+
+
+def test_plans_travel_if_a_reader_may_look_at_them(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_own_reader, tmp_path, world_size=2)

@@ -234,6 +234,10 @@ class NearestReader(NvcompReader):
         """True from nodes: replicas have versions of their own of one step."""
         return self._fetch is not None
 
+    @property
+    def looks_at_plans(self) -> bool:
+        return False
+
     def open_storage(self) -> Filesystem:
         durable = super().open_storage()
         if self._fetch is None:

@@ -1,6 +1,6 @@
 """A copy of what a rank saves in the memory of its GPUs, so that training waits only for that memory.
 
-spare      what training leaves free even at its peak: the end of a step leaves much free that the next one takes again
+spare      what torch has never taken from the driver: what is free of the rest, the next step takes again
 copy       each tensor, after what the caller has queued; the few that are in host memory are copied there
 give back  each copy to torch once it is encoded; none is kept for the next save, and two saves never have copies
 
@@ -24,6 +24,7 @@ from dcp_nvcomp.saving.rank_save import Resolve
 
 _MOST_HOST_NBYTES: Final = 64 << 20  # steps, random states: a state that is in host memory is copied in other ways
 _MARGIN: Final = 16  # this part of a GPU's memory stays free: what is free lies in pieces
+_STEP: Final = 50  # a step takes at least this part more than what stays
 
 
 class DeviceMemory(Protocol):
@@ -49,12 +50,16 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """What torch allocates on NVIDIA GPUs."""
+    """What torch allocates on NVIDIA GPUs.
+
+    What torch has reserved is training's, also while it is free: the next step takes it again. What the driver has left
+    is spare, and so is what earlier copies had torch reserve.
+    """
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
-        # of each device the peak that copies have made, and the peak before
-        self._peaks: dict[torch.device, tuple[int, int]] = {}
+        self._left: dict[torch.device, int] = {}  # of each device what copies had torch reserve
+        self._before: dict[torch.device, int] = {}  # how much was reserved when copying began
 
     @property
     def is_in_use(self) -> bool:
@@ -64,24 +69,27 @@ class CudaMemory:
         return tensor.device.type == "cuda"
 
     def spare_nbytes(self, device: torch.device) -> int:
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        if torch.cuda.max_memory_allocated(device) < allocated + allocated // _STEP:
+            return 0  # no step was made yet, or the peaks were reset: what one takes is not known
         free_nbytes, total_nbytes = torch.cuda.mem_get_info(device)
-        peak, (with_copies, before) = torch.cuda.max_memory_allocated(device), self._peaks.get(device, (0, 0))
-        needed = before if peak <= with_copies else peak
-        self._peaks[device] = with_copies, needed
-        return free_nbytes + torch.cuda.memory_reserved(device) - needed - total_nbytes // _MARGIN
+        left = self._left[device] = min(self._left.get(device, 0), reserved - allocated)
+        self._before[device] = reserved
+        return free_nbytes + left - total_nbytes // _MARGIN
 
     def copied(self, tensor: Tensor) -> Tensor:
         device = tensor.device
         training = torch.cuda.default_stream(device)
         with torch.cuda.stream(training):  # else torch keeps the memory for a stream that training does not use
             copy = torch.empty_like(tensor)
-        with_copies, before = self._peaks.get(device, (0, 0))
-        self._peaks[device] = max(with_copies, torch.cuda.memory_allocated(device)), before
         torch.cuda.current_stream(device).wait_stream(training)  # kernels may still use what lay there
         return copy.copy_(tensor, non_blocking=True)
 
     def wait(self, device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
+        reserved = torch.cuda.memory_reserved(device)
+        grown = reserved - self._before.pop(device, reserved)
+        self._left[device] = self._left.get(device, 0) + max(0, grown)
 
 
 class DeviceCopies:
@@ -91,6 +99,7 @@ class DeviceCopies:
         self.nbytes = 0  # on devices
         self._memory = memory
         self._copies: list[Any] = []
+        self._given: dict[int, Any] = {}  # by the ids of items
         self._has_turn = False
 
     def copy(self, items: Sequence[WriteItem], resolve: Resolve) -> bool:
@@ -100,9 +109,11 @@ class DeviceCopies:
         self._has_turn = self._has_turn or self._memory.turn.acquire(blocking=False)
         if not self._has_turn:
             return False
-        devices: set[torch.device] = set()
+        devices = self._devices(items, resolve)
+        are_there = bool(devices)
         try:
-            are_there = self._start(items, resolve, devices)
+            if are_there:
+                self._start(items, resolve)
         except torch.OutOfMemoryError:
             are_there = False
         except BaseException:
@@ -119,42 +130,46 @@ class DeviceCopies:
         for device in devices:
             self._memory.wait(device)
 
-    def _start(self, items: Sequence[WriteItem], resolve: Resolve, devices: set[torch.device]) -> bool:
+    def _devices(self, items: Sequence[WriteItem], resolve: Resolve) -> set[torch.device]:
+        """Return where there are tensors to copy; nothing unless all that is saved can be copied, and there is room."""
         tensors = [item for item in items if item.tensor_data is not None]
-        total_nbytes, host_nbytes = sum(map(planned_nbytes, tensors)), 0
-        device = next((value.device for value in map(resolve, tensors) if self._memory.has(value)), None)
-        if device is None or self._memory.spare_nbytes(device) < total_nbytes:
-            return False
-        devices.add(device)
+        total_nbytes, host_nbytes, devices = sum(map(planned_nbytes, tensors)), 0, set[torch.device]()
+        for item in tensors:
+            value = resolve(item)
+            if not is_transparent(value):
+                return set()
+            if not self._memory.has(value):
+                host_nbytes += value.nbytes
+                if host_nbytes > _MOST_HOST_NBYTES:
+                    return set()
+            elif value.device not in devices:
+                if self._memory.spare_nbytes(value.device) < total_nbytes:
+                    return set()
+                devices.add(value.device)
+        return devices
+
+    def _start(self, items: Sequence[WriteItem], resolve: Resolve) -> None:
+        self.nbytes = 0
         for item in items:
             value = resolve(item)
             if isinstance(value, io.BytesIO):
                 self._copies.append(value)
-                continue
-            if not is_transparent(value):
-                return False
-            if self._memory.has(value):
-                if value.device not in devices and self._memory.spare_nbytes(value.device) < total_nbytes:
-                    return False
-                devices.add(value.device)
+            elif self._memory.has(value):
                 self.nbytes += value.nbytes
                 self._copies.append(self._memory.copied(without_lazy_bits(value)))
             else:
-                host_nbytes += value.nbytes
-                if host_nbytes > _MOST_HOST_NBYTES:
-                    return False
                 self._copies.append(without_lazy_bits(value).clone())
-        return True
 
     def resolver(self, items: Sequence[WriteItem]) -> Resolve:
         """Return what gives out the copies, once each: of the items that were copied, in their order."""
-        copies = {id(item): copy for item, copy in zip(items, self._copies, strict=True)}
-        self._copies.clear()
-        return lambda item: copies.pop(id(item))
+        self._given = {id(item): copy for item, copy in zip(items, self._copies, strict=True)}
+        self._copies = []
+        return lambda item: self._given.pop(id(item))
 
     def end(self) -> None:
         """Give back what is left."""
         self._copies.clear()
+        self._given.clear()
         if self._has_turn:
             self._has_turn = False
             self._memory.turn.release()

@@ -214,7 +214,8 @@ class KeepingPlanner(SavePlanner):
         fqn = write_item.index.fqn
         value = self._flat_state[fqn]
         try:
-            pickled = self._pickled.pop(fqn, None) or self._run(lambda: serialized(value))
+            # kept until the state is released: who could not use it may ask again, when the value is another one
+            pickled = self._pickled.get(fqn) or self._run(lambda: serialized(value))
             if isinstance(pickled, Exception):
                 raise pickled
         except Exception as error:  # pickle lets through whatever an object's own methods raise

@@ -6,8 +6,10 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from benchmarks.staging import staged_by
 from dcp_nvcomp import SaveStats, async_save
 from dcp_nvcomp.saving import process_state as keeping
+from dcp_nvcomp.saving import save as async_saving
 from dcp_nvcomp.saving.asynchronous import device_copies
 from dcp_nvcomp.saving.asynchronous.device_copies import CudaMemory
 from dcp_nvcomp.saving.data_files import DataFileWriter
@@ -80,7 +83,7 @@ def memory() -> Iterator[StandInMemory]:
     keeping.forget_all()
     made = StandInMemory()
     keeping.process_state().device_memory = made
-    with staged_by("encode"):
+    with staged_by("encode"), patch.object(async_saving, "has_cuda_engine", lambda engine: True):
         yield made
     keeping.forget_all()
 
@@ -142,12 +145,17 @@ def test_without_room_the_state_is_encoded_at_once(tmp_path: Path, memory: Stand
     memory.assert_free()
 
 
+@pytest.mark.parametrize("wait", ["staged", "nothing"])
 @pytest.mark.parametrize("fails_after", [0, 4, 9])
-def test_memory_that_is_not_there_after_all(tmp_path: Path, memory: StandInMemory, fails_after: int) -> None:
+def test_memory_that_is_not_there_after_all(tmp_path: Path, memory: StandInMemory, fails_after: int, wait: Any) -> None:
+    """Objects are those of the call all the same."""
     memory.fails_after = fails_after
-    state, expected = trained(5), trained(5)
-    expected["t"] = state["t"].clone()
-    saving = async_save(state, tmp_path, no_dist=True)
+    state = {"first": {"of": [1]}, **trained(5)}
+    expected = {**trained(5), "first": {"of": [1]}, "t": state["t"].clone()}
+    saving = async_save(state, tmp_path, no_dist=True, wait=wait)
+    state["first"]["of"][0] = 2
+    state["object"][0] = 2
+    saving.staging_completion.result(60)
     spoil(state)
     memory.assert_free()
     saving.upload_completion.result(60)
@@ -167,13 +175,13 @@ def test_two_saves_never_have_copies(tmp_path: Path, memory: StandInMemory, monk
 
 def test_a_save_that_fails_gives_back(tmp_path: Path, memory: StandInMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(writer: DataFileWriter, blocks: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise RuntimeError("with a traceback that holds what it can")
 
     monkeypatch.setattr(DataFileWriter, "append", fails)
-    saving = async_save(trained(), tmp_path, no_dist=True)
+    state = {f"{number}": torch.randn(1 << 20) for number in range(40)}
+    saving = async_save(state, tmp_path, no_dist=True)
     assert saving.staging_completion.result(60) is None
     assert saving.upload_completion.exception(60) is not None
-    del saving
     memory.assert_free()
 
 
@@ -201,16 +209,23 @@ GIB = 1 << 30
 
 
 def test_what_training_leaves_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {"free": 50 * GIB, "total": 80 * GIB, "reserved": 28 * GIB, "peak": 40 * GIB, "allocated": 20 * GIB}
+    seen = {"free": 50 * GIB, "total": 80 * GIB, "reserved": 28 * GIB, "peak": 26 * GIB, "allocated": 20 * GIB}
     device, memory = torch.device("cuda", 0), CudaMemory()
     names = {"memory_reserved": "reserved", "max_memory_allocated": "peak", "memory_allocated": "allocated"}
     for name, key in names.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, key=key: seen[key])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (seen["free"], seen["total"]))
-    assert memory.spare_nbytes(device) == (50 + 28 - 40 - 5) * GIB, "it will need its peak again"
-    memory._peaks[device] = 60 * GIB, 40 * GIB
-    seen["peak"] = 60 * GIB
-    assert memory.spare_nbytes(device) == (50 + 28 - 40 - 5) * GIB, "copies do not count as training's"
-    seen["peak"] = 61 * GIB
-    assert memory.spare_nbytes(device) == (50 + 28 - 61 - 5) * GIB, "but what it has needed since does"
-    assert memory.spare_nbytes(device) == (50 + 28 - 61 - 5) * GIB
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: nullcontext())
+    monkeypatch.setattr(nullcontext, "synchronize", lambda _: None, raising=False)
+    assert memory.spare_nbytes(device) == (50 - 5) * GIB, "what torch has reserved is training's"
+    seen |= {"reserved": 40 * GIB, "free": 38 * GIB, "allocated": 40 * GIB, "peak": 40 * GIB}
+    memory.wait(device)
+    seen |= {"allocated": 20 * GIB}
+    for _ in range(2):
+        assert memory.spare_nbytes(device) == (38 + 12 - 5) * GIB, "but for what copies had it reserve"
+        memory.wait(device)
+    seen |= {"reserved": 28 * GIB, "free": 50 * GIB}  # empty_cache was called
+    assert memory.spare_nbytes(device) == (50 + 8 - 5) * GIB
+    memory.wait(device)
+    seen["peak"] = 20 * GIB
+    assert memory.spare_nbytes(device) == 0, "before a step it is not known what one takes"
