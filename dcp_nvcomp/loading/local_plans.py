@@ -5,7 +5,8 @@ global    the coordinator compares these; what it has no place for itself goes o
 after     if there was any, each rank says which of it has a place there, and the coordinator warns of the rest
 
 DCP sends every plan to the coordinator and back, though its global step changes none: at 512 ranks of 1,000 shards that
-is 66 MB to unpickle and pickle again. A planner of another class may change plans, so its plans do travel.
+is 66 MB to unpickle and pickle again. A planner of another class may change plans, and a reader of another class may
+look at them: if any rank has one, the plans of all ranks travel.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def async_save(
     `memory://`, nor a filesystem whose class was registered with fsspec here), else encoded at once. Collectives run
     over gloo groups made for the purpose, so those of training may be on NCCL, and never meet those of a save. The next
     save is staged while this one is still written; the one after that waits until this one is over. Checkpoints are
-    published in order. A CUDA graph is captured when no save is under way, or with `capture_error_mode="thread_local"`.
+    published in order. Capture CUDA graphs while no save is under way, or with `capture_error_mode="thread_local"`.
 
     Args:
         state_dict: what to save. `state_dict()` of its Stateful values is called here.
