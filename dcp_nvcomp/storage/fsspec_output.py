@@ -12,13 +12,16 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import OutputStream, is_not_found, storage_errors
-from dcp_nvcomp.storage.remote import PartedOutput
+from dcp_nvcomp.storage.remote import RemoteOutput
 
 logger = logging.getLogger(__name__)
 
 
-class FsspecOutput(PartedOutput):
-    """An output stream whose file appears when it is closed, if the client can do that."""
+class FsspecOutput(RemoteOutput):
+    """An output stream whose file appears when it is closed, if the client can do that.
+
+    The client has each write at once: it may send it while the next one is encoded.
+    """
 
     def __init__(
         self,
@@ -31,18 +34,17 @@ class FsspecOutput(PartedOutput):
         replaces: bool = False,
         turn: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
-        super().__init__(location, part_nbytes, replaces=replaces)
+        super().__init__(location, replaces=replaces)
         self._fs, self._key, self._redact = fs, key, redact
         self._turn = turn or contextlib.nullcontext()
         with self._turn, storage_errors("create", location, redact):
             self._file = fs.open(key, "wb", block_size=part_nbytes)
 
-    def _send_part(self) -> None:
+    def _accept(self, data: memoryview) -> None:
         with self._turn, storage_errors("write", self._where, self._redact):
-            self._file.write(self._take_part())
+            self._file.write(data)
 
     def _finish(self) -> None:
-        self._send_part()
         self._may_exist = True
         with self._turn, storage_errors("write", self._where, self._redact):
             self._file.close()

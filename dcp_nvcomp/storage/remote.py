@@ -111,18 +111,16 @@ class RemoteFilesystem(Filesystem):
 logger = logging.getLogger(__name__)
 
 
-class PartedOutput(OutputStream):
-    """A new object that is sent in parts."""
+class RemoteOutput(OutputStream):
+    """A new object that others see once it is closed."""
 
-    def __init__(self, where: str, part_nbytes: int, *, replaces: bool = False) -> None:
-        self._where, self._part_nbytes, self._replaces = where, part_nbytes, replaces
-        self._part = io.BytesIO()
+    def __init__(self, where: str, *, replaces: bool = False) -> None:
+        self._where, self._replaces = where, replaces
         self._state = "open"  # then "broken", "closed" or "aborted"
         self._may_exist = False  # whether there may be an object of ours
 
     @abstractmethod
-    def _send_part(self) -> None:
-        """Send what was collected, taken with `_take_part`."""
+    def _accept(self, data: memoryview) -> None: ...
 
     @abstractmethod
     def _finish(self) -> None:
@@ -134,15 +132,42 @@ class PartedOutput(OutputStream):
 
     def write(self, data: memoryview | bytes) -> None:
         assert self._state == "open"
-        view = memoryview(data).cast("B")
         self._state = "broken"
-        while view:
-            taken = view[: self._part_nbytes - self._part.tell()]
+        self._accept(memoryview(data).cast("B"))
+        self._state = "open"
+
+    def close(self) -> None:
+        assert self._state == "open"
+        self._state = "broken"
+        self._finish()
+        self._state = "closed"
+
+    def abort(self) -> None:
+        if self._state in ("closed", "aborted"):
+            return
+        self._state = "aborted"
+        self._discard()
+
+
+class PartedOutput(RemoteOutput):
+    """An object that is sent in parts of one size."""
+
+    def __init__(self, where: str, part_nbytes: int, *, replaces: bool = False) -> None:
+        super().__init__(where, replaces=replaces)
+        self._part_nbytes = part_nbytes
+        self._part = io.BytesIO()
+
+    @abstractmethod
+    def _send_part(self) -> None:
+        """Send what was collected, taken with `_take_part`."""
+
+    def _accept(self, data: memoryview) -> None:
+        while data:
+            taken = data[: self._part_nbytes - self._part.tell()]
             self._part.write(taken)
-            view = view[len(taken) :]
+            data = data[len(taken) :]
             if self._part.tell() == self._part_nbytes:
                 self._send_part()
-        self._state = "open"
 
     def _take_part(self) -> bytes:
         body = self._part.getvalue()  # shares the memory of what was collected
@@ -150,18 +175,12 @@ class PartedOutput(OutputStream):
         return body
 
     def close(self) -> None:
-        assert self._state == "open"
-        self._state = "broken"
-        self._finish()
+        super().close()
         self._part = io.BytesIO()
-        self._state = "closed"
 
     def abort(self) -> None:
-        if self._state in ("closed", "aborted"):
-            return
-        self._state = "aborted"
         self._part = io.BytesIO()
-        self._discard()
+        super().abort()
 
     def _clean_up(self, step: Callable[[], None]) -> None:
         try:

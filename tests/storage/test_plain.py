@@ -38,6 +38,24 @@ def test_chains_have_what_the_innermost_has(protocol: str, chain: str, tmp_path:
     assert Moves(chained).can_move == (Moves(fs).can_move and (DIR_HANDS_ON or not chain.startswith("dir")))
 
 
+def test_the_client_has_each_write_at_once(tmp_path: Path) -> None:
+    """It may send it while the next one is encoded; a save over a link of 500 MB/s took a fifth longer without."""
+    fs: Any = PlainFilesystem(skip_instance_cache=True)
+    filesystem = FsspecFilesystem("it", fs, str(tmp_path), options={}, part_nbytes=1 << 20, is_object_store=False)
+    sent: list[int] = []
+
+    def hook(name: str, call: Any, *arguments: Any) -> Any:
+        if name == "write":
+            sent.append(len(arguments[-1]))
+        return carry_out(name, call, *arguments)
+
+    with hooked(hook), filesystem.open_output("__0_0_x.distcp") as stream:
+        stream.write(b"first")
+        assert sent == [5]
+        stream.write(bytes(3 << 20))
+        assert sent == [5, 3 << 20]
+
+
 class RenamingFilesystem(PlainFilesystem):
     """It has nothing but `rename`, so fsspec's `mv` copies."""
 

@@ -167,6 +167,7 @@ def test_two_saves_never_have_copies(tmp_path: Path, memory: StandInMemory, monk
     first = async_save(trained(1), tmp_path / "1", no_dist=True)
     made = memory.made
     second = async_save(trained(2), tmp_path / "2", no_dist=True, wait="nothing")
+    second.staging_completion.result(60)
     writing.may_go_on.set()
     first.upload_completion.result(60), second.upload_completion.result(60)
     assert made == 10 == memory.made
