@@ -12,15 +12,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import starmap
 from typing import TypeAlias
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageError, TruncatedFileError
-from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.publishable import metadata_to_publish, publication, settled_to_publish
+from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import (
@@ -31,7 +29,7 @@ from dcp_nvcomp.format.names import (
     save_metadata_name,
 )
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.saving.plans.kept_plans import PlannedMetadata
+from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata, files_of
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import is_stored
 
@@ -89,8 +87,7 @@ def _files_of_ranks(filesystem: Filesystem) -> set[str]:
 
 
 def data_files(metadata: Metadata) -> dict[str, int]:
-    files = {value[0] for value in metadata.storage_data.values()}
-    return {file.name: file.nbytes for file in starmap(DataFileRef, files)}
+    return metadata.files() if isinstance(metadata, PlannedMetadata) else files_of(metadata)
 
 
 def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> None:
@@ -211,14 +208,9 @@ def _warn_of_stock(filesystem: Filesystem, root: Root) -> None:
 
 
 def to_publish(metadata: Metadata, path: str, summary: Summary | None) -> bytes:
-    if not isinstance(metadata, PlannedMetadata):
-        return metadata_to_publish(metadata, path=path, summary=summary)
-    if metadata.plan.is_settled:
-        return settled_to_publish(metadata.plain(), path=path, summary=summary)
-    made = publication(metadata, path=path, summary=summary)
-    if made.settled is not None:
-        metadata.plan.settle(made.settled)
-    return made.data
+    if isinstance(metadata, PlannedMetadata):
+        return metadata.to_publish(path, summary)
+    return metadata_to_publish(metadata, path=path, summary=summary)
 
 
 def _is_published(filesystem: Filesystem, save: WrittenSave) -> bool | None:

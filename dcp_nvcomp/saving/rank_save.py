@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -35,7 +35,7 @@ from dcp_nvcomp.saving.data_files import PlannedFile, WrittenFile, plan_files, p
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.encode.tasks import BufferMemory, JobMemory
 from dcp_nvcomp.saving.job import Patience, SaveJob
-from dcp_nvcomp.saving.plans.kept_plans import PlacedItems, PlannedMetadata
+from dcp_nvcomp.saving.plans.global_plan import PlacedItems, PlannedMetadata
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
@@ -193,16 +193,17 @@ def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
     return PlacedItems(
         tuple(tuple(written.file) for written in files),
         tuple(len(written.items) for written in files),
-        array("L", [position_of[id(index)] for written in files for index, _, _ in written.items]),
-        array("L", [record for written in files for _, _, record in written.items]),
+        array("I", [position_of[id(index)] for written in files for index, _, _ in written.items]),
+        array("I", [record for written in files for _, _, record in written.items]),
     )
 
 
-def storage_data(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[MetadataIndex, Any]:
+def place(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+    """Note in the metadata of a save where its shards are."""
     if isinstance(metadata, PlannedMetadata):
-        placed = [rank.placed for rank in results if isinstance(rank, RankResults) and rank.placed is not None]
-        return metadata.plan.storage_data(placed)
-    return {result.index: result.storage_data for rank in results for result in rank}
+        metadata.place([rank.placed for rank in results if isinstance(rank, RankResults) and rank.placed is not None])
+    else:
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
 
 
 @dataclass

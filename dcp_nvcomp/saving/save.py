@@ -37,7 +37,7 @@ from dcp_nvcomp.saving.asynchronous.device_copies import DeviceCopies
 from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
 from dcp_nvcomp.saving.asynchronous.staging import CopiedWrite, Staging
 from dcp_nvcomp.saving.plans.differences import OnDifference
-from dcp_nvcomp.saving.plans.kept_plans import PlannedMetadata
+from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.stats import SaveStats

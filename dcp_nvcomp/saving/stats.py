@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_nvcomp.calls.tables import Column, Shown, Table, left
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.redaction import printable
+from dcp_nvcomp.saving.plans.global_plan import key_count
 from dcp_nvcomp.version import VERSION
 
 _ATTRIBUTE = "dcp_nvcomp_save_stats"
@@ -216,7 +217,7 @@ class SaveStats(Shown):
             self.save_id,
             time.time(),
             ranks,
-            len(metadata.state_dict_metadata or ()),  # a planner's may have none, which the commit refuses
+            key_count(metadata),
             self.uncompressed_nbytes,
             self.stored_nbytes,
             VERSION,

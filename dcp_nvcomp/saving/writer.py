@@ -43,7 +43,7 @@ from dcp_nvcomp.options import (
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.commit import FinishedSave, Publisher, commit_checkpoint, commit_rank, refuse_existing
-from dcp_nvcomp.saving.plans.kept_plans import check_same_place
+from dcp_nvcomp.saving.plans.differences import check_same_place
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.rank_save import (
@@ -53,7 +53,7 @@ from dcp_nvcomp.saving.rank_save import (
     Save,
     SaveOptions,
     Saves,
-    storage_data,
+    place,
 )
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats
 from dcp_nvcomp.storage.open import open_filesystem, real_place
@@ -351,7 +351,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         start = time.perf_counter()
         totals = [rank.totals for rank in results if isinstance(rank, RankResults)]
         metadata.version = "1.0.0"
-        metadata.storage_data = storage_data(metadata, results)
+        place(metadata, results)
         metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
         with contextlib.closing(self.options.open(save.place)) as filesystem, self._saves.published():
             if save.use_collectives:

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors, load, save
+from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.process_state import forget_all
 from tests.checkpoints import assert_loads
 from tests.conformance.sabotage import Sabotage
@@ -111,20 +111,20 @@ def test_each_group_has_its_plans(ranks: RankPool, tmp_path: Path) -> None:
 def _fails_at_finish(path: Path, failing: int) -> None:
     """One rank fails after the others have kept the plan."""
     forget_all()
-    finish, rank = DefaultSavePlanner.finish_plan, dist.get_rank()
+    finish, rank = KeepingPlanner.finish_plan, dist.get_rank()
 
-    def fails(planner: DefaultSavePlanner, plan: SavePlan) -> SavePlan:
+    def fails(planner: KeepingPlanner, plan: SavePlan) -> SavePlan:
         raise Sabotage("on purpose")
 
     save(sharded(_full(1)), path)
     if rank == failing:
-        DefaultSavePlanner.finish_plan = fails  # type: ignore[method-assign]
+        KeepingPlanner.finish_plan = fails  # type: ignore[method-assign]
     try:
         with pytest.raises(errors.RankFailedError, match="on purpose") as caught:
             save(sharded(_full(2, torch.bfloat16)), path)
         assert sorted(caught.value.failures) == [failing]
     finally:
-        DefaultSavePlanner.finish_plan = finish  # type: ignore[method-assign]
+        KeepingPlanner.finish_plan = finish  # type: ignore[method-assign]
     save(sharded(_full(3)), path / "fp32")
     with planning() as plans:
         save(sharded(_full(4, torch.bfloat16)), path / "bf16")

@@ -34,7 +34,16 @@ class SavedEntry:
     has_keys: bool = True
 
 
+StoredPaths = tuple[Mapping[str, Any], Mapping[_Stored, Any]]  # as DCP stores them; and the keys that were not text
+
+
 def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Return paths as `.metadata` has them."""
+    stored, keys = stored_paths(paths)
+    return {**stored, _name_of_keys(stored): tuple(keys.items())}
+
+
+def stored_paths(paths: Mapping[str, Path]) -> StoredPaths:
     """Return paths as DCP stores them, and which of their parts were not text."""
     stored: dict[str, Any] = {fqn: _as_stored(path) for fqn, path in paths.items()}
     keys: dict[_Stored, Any] = {}
@@ -51,27 +60,28 @@ def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
                         "rename one of them.",
                         fqn=fqn_of(begin),
                     )
-    stored[_name_of_keys(stored)] = tuple(keys.items())
-    return stored
+    return stored, keys
 
 
-def merged_paths(parts: Iterable[Mapping[str, Any]], fqns: Collection[str]) -> dict[str, Any]:
+def split_paths(stored: Mapping[str, Any], fqns: Collection[str]) -> StoredPaths:
+    """Return apart what `paths_to_store` has put together; `fqns` are names of values, perhaps of other ranks too."""
+    name = _name_of_keys({fqn for fqn in stored if fqn in fqns})
+    return {fqn: path for fqn, path in stored.items() if fqn != name}, dict(stored.get(name, ()))
+
+
+def merged_paths(parts: Iterable[StoredPaths], fqns: Collection[str]) -> dict[str, Any]:
     """Return the stored paths of several ranks as one; where they differ, the first rank's count."""
     merged: dict[str, Any] = {}
     keys: dict[_Stored, Any] = {}
-    of_ranks: list[tuple[Iterable[_Stored], dict[_Stored, Any]]] = []
-    for part in parts:
-        name = _name_of_keys({fqn for fqn in part if fqn in fqns})
-        own = dict(part.get(name, ()))
-        of_ranks.append(([path for fqn, path in part.items() if fqn != name], own))
+    of_ranks = list(parts)
+    for paths, own in of_ranks:
         for begin, key in own.items():
             keys.setdefault(begin, key)
-        for fqn, path in part.items():
-            if fqn != name:
-                merged.setdefault(fqn, path)
+        for fqn, path in paths.items():
+            merged.setdefault(fqn, path)
     if keys:
-        for some, own in of_ranks:
-            for begin in {path[: at + 1] for path in some for at in range(len(path))} & keys.keys():
+        for paths, own in of_ranks:
+            for begin in {path[: at + 1] for path in paths.values() for at in range(len(path))} & keys.keys():
                 if begin not in own or repr(own[begin]) != repr(keys[begin]):
                     raise ConfigurationError(
                         f"Ranks have different keys here that look alike, one of them {keys[begin]!r}.",

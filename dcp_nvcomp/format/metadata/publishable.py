@@ -29,6 +29,7 @@ from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS, TRUST_ADVICE
+from dcp_nvcomp.format.metadata.rows import MetadataArrays, sample_of, serialize_arrays, unfolded
 from dcp_nvcomp.format.metadata.serialization import (
     fits_earlier_readers,
     parse_metadata,
@@ -63,7 +64,7 @@ def publication(metadata: Metadata, *, path: str, summary: Summary | None = None
         data, shared = _shortest(normal, doubtful, summary)
         _check_length(data, path)
         _check_readable(normal, doubtful, data, path=path)
-        is_settled = not doubtful and shared is not None and fits_earlier_readers(normal, len(data) // 2)
+        is_settled = not doubtful and shared is not None and _fits(normal, len(data) // 2)
         return Publication(data, shared if is_settled else None)
 
 
@@ -82,6 +83,34 @@ def settled_to_publish(metadata: Metadata, *, path: str, summary: Summary | None
         few = dataclasses.replace(metadata, state_dict_metadata=items, storage_data=places, planner_data=None)
         parse_metadata(_serialize(few), path=path)
         return data
+
+
+def arrays_to_publish(
+    metadata: MetadataArrays, *, path: str, summary: Summary | None = None, is_settled: bool = False
+) -> tuple[bytes, bool]:
+    """Serialize the metadata of a save.
+
+    `is_settled` says that all but its files and records is that of an earlier call, which returned True beside the
+    bytes: then a load reads it too.
+    """
+    with _as_refusals(path), collector_paused():
+        data = serialize_arrays(metadata, summary)
+        if not is_settled and not _are_readable(metadata, data, path=path):
+            return metadata_to_publish(unfolded(metadata), path=path, summary=summary), False
+        _check_length(data, path)
+        return data, True
+
+
+def _are_readable(metadata: MetadataArrays, data: bytes, *, path: str) -> bool:
+    shard_count = sum(map(len, metadata.hints))
+    if not fits_earlier_readers(metadata.planner_data, shard_count, len(data)):
+        return False
+    try:
+        parse_metadata(data if shard_count <= _FEW_SHARDS else serialize_arrays(sample_of(metadata)), path=path)
+    except Exception as error:  # what a planner's names may be
+        logger.debug("The metadata's arrays are refused: %s", error)
+        return False
+    return True
 
 
 @contextmanager
@@ -125,11 +154,16 @@ def _shortest(
     try:
         shared = share_equal(normal, doubtful)
         data = _serialize(shared, summary)
-        if fits_earlier_readers(normal, len(data)):
+        if _fits(normal, len(data)):
             return data, shared
     except Exception as error:  # a planner's objects may do anything when they are looked at
         logger.debug("The metadata's equal parts can't be shared: %s", error)
     return _serialize(normal, summary), None
+
+
+def _fits(metadata: Metadata, nbytes: int) -> bool:
+    shard_count = sum(len(getattr(item, "chunks", ())) for item in metadata.state_dict_metadata.values())
+    return fits_earlier_readers(metadata.planner_data, shard_count, nbytes)
 
 
 def _check_readable(normal: Metadata, doubtful: set[str | MetadataIndex], data: bytes, *, path: str) -> None:

@@ -91,17 +91,16 @@ def share_equal(metadata: Metadata, leave: set[str | MetadataIndex]) -> Metadata
     return dataclasses.replace(metadata, state_dict_metadata=items, storage_data=places)
 
 
-def fits_earlier_readers(metadata: Metadata, nbytes: int) -> bool:
+def fits_earlier_readers(planner_data: Any, shard_count: int, nbytes: int) -> bool:
     """Return True if a reader, whose budget for list indices is the file's size, may read metadata of `nbytes`."""
-    paths = metadata.planner_data
-    if paths is None:
+    if planner_data is None:
         return True
-    if type(paths) is not dict:
+    if type(planner_data) is not dict:
         return False
     reader = ValueReader(nbytes)
     try:
-        reader.spend(sum(len(getattr(item, "chunks", ())) for item in metadata.state_dict_metadata.values()))
-        reader.planner_data(PickledDict(part for pair in paths.items() for part in pair))
+        reader.spend(shard_count)
+        reader.planner_data(PickledDict(part for pair in planner_data.items() for part in pair))
     except CheckpointError:
         return False
     return True

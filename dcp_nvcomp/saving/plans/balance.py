@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from dcp_nvcomp.saving.data_files import planned_nbytes
 
-_RECORD_NBYTES: Final = 64 << 10  # a record takes as long to make as so many bytes to write
+RECORD_NBYTES: Final = 64 << 10  # a record takes as long to make as so many bytes to write
 
 _Key = tuple[str, Any]
 
@@ -51,4 +51,4 @@ def _key(item: WriteItem) -> _Key:
 
 
 def _cost_nbytes(item: WriteItem) -> int:
-    return _RECORD_NBYTES + planned_nbytes(item)
+    return RECORD_NBYTES + planned_nbytes(item)

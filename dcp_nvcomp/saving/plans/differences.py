@@ -27,7 +27,8 @@ from crc32c import crc32c
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.errors import ConfigurationError, RanksDifferError
+from dcp_nvcomp.saving.plans.global_plan import ComparedKeys
 
 OnDifference = Literal["warn", "error"]
 Keys = tuple[str, ...]
@@ -76,36 +77,46 @@ class Comparison:
     def look(self, state: Mapping[str, Any]) -> None:
         if len(self.ranks) > 1:
             self._found = fingerprints(state)
-            self._empty = tuple(key for key, value in state.items() if isinstance(value, Mapping | list) and not value)
+            self._empty = empty_of(state, state)
 
-    def sent(self, plan: SavePlan, *, with_keys: bool) -> SavePlan:
+    @property
+    def own_keys(self) -> ComparedKeys:
+        return () if self._found is None else (tuple(self._found),)
+
+    def sent(self, plan: SavePlan, known: ComparedKeys | None) -> SavePlan:
+        """Return a local plan with the values' fingerprints, and their keys unless the coordinator has them."""
         if self._found is None:
             return plan
-        keys = tuple(self._found) if with_keys else None
-        sent = _Sent(plan.planner_data, array("I", self._found.values()), keys, self._empty if with_keys else ())
+        if known is None:
+            sent = _Sent(plan.planner_data, array("I", self._found.values()), tuple(self._found), self._empty)
+        else:
+            values = array("I", [self._found[key] for keys in known for key in keys])
+            sent = _Sent(plan.planner_data, values, None)
         return dataclasses.replace(plan, planner_data=sent)
 
     def compared(
-        self, plans: Sequence[SavePlan], keys: Sequence[Keys] | None, places: str | None
-    ) -> tuple[list[SavePlan], list[Keys]]:
+        self, plans: Sequence[SavePlan], keys: Sequence[ComparedKeys] | None, places: str | None
+    ) -> tuple[list[SavePlan], list[ComparedKeys]]:
         """Compare all ranks' fingerprints, and where their values are unless that is kept; on the coordinator."""
         sent = [plan.planner_data if isinstance(plan.planner_data, _Sent) else None for plan in plans]
         plain = [
             plan if one is None else dataclasses.replace(plan, planner_data=one.planner_data)
             for plan, one in zip(plans, sent, strict=True)
         ]
-        kept = keys or [()] * len(plans)
-        own = [() if one is None else one.keys or kept[rank] for rank, one in enumerate(sent)]
+        if keys is None:
+            keys = [() if one is None or one.keys is None else (one.keys,) for one in sent]
+        own = [() if one is None else keys[rank] for rank, one in enumerate(sent)]
         if any(one is not None for one in sent):
             values = [array("I") if one is None else one.values for one in sent]
             self.words = _words(_differing(own, values), self.ranks)
         if places is None:
-            places = _place_words(plain, [() if one is None else one.empty for one in sent], self.ranks)
+            paths = [plan.planner_data or {} for plan in plain]
+            places = place_words(paths, [() if one is None else one.empty for one in sent], self.ranks)
         self.places = places
         self.words = f"{self.words} {places}".strip()
         if self.words and self._on_difference == "error":
             raise ConfigurationError(f"{self.words} Nothing was saved.")
-        return plain, own
+        return plain, list(keys)
 
     def told(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the final plans with what differs, if anything does; on the coordinator."""
@@ -127,6 +138,17 @@ class Comparison:
             warnings.warn(self.words, RuntimeWarning, stacklevel=stacklevel + 1)
 
 
+def check_same_place(plans: Sequence[SavePlan]) -> None:
+    """Raise if the local plans of the ranks are for different places; planners may leave these out."""
+    places: dict[str, int] = {}
+    for rank, plan in enumerate(plans):
+        if isinstance(plan.storage_data, str):
+            places.setdefault(plan.storage_data, rank)
+    if len(places) > 1:
+        said = ", ".join(f"{place!r} (rank {rank})" for place, rank in places.items())
+        raise RanksDifferError(f"The ranks save with different values of path: {said}. Give all ranks the same.")
+
+
 def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
     """Refuse a key that is a tensor on some ranks and an object on others: no checkpoint can have both."""
     kinds: tuple[dict[str, int], dict[str, int]] = ({}, {})  # the first rank that has it as a tensor, and as an object
@@ -144,9 +166,13 @@ def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
         )
 
 
-def _place_words(plans: Sequence[SavePlan], empty: Sequence[Keys], ranks: Sequence[int]) -> str:
+def empty_of(keys: Iterable[str], state: Mapping[str, Any]) -> Keys:
+    """Return those of the keys that are of empty containers."""
+    return tuple(key for key in keys if isinstance(state[key], Mapping | list) and not state[key])
+
+
+def place_words(paths: Sequence[Mapping[str, Any]], empty: Sequence[Keys], ranks: Sequence[int]) -> str:
     """Return which values no nested state can have both; an empty container beside a filled one is no such value."""
-    paths = [plan.planner_data or {} for plan in plans]
     if all(part == paths[0] for part in paths):
         return ""
     values: dict[Any, tuple[str, int]] = {}  # one of those that have it, by place
@@ -177,19 +203,22 @@ def _listed(named: Sequence[str], all_of_them: Sized) -> str:
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
-def _differing(keys: Sequence[Keys], values: Sequence[array[int]]) -> dict[str, list[int]]:
+def _differing(keys: Sequence[ComparedKeys], values: Sequence[array[int]]) -> dict[str, list[int]]:
     """Return the keys under which ranks differ: the first rank that has one, and those that differ from it."""
     first: dict[str, tuple[int, int]] = {}
     differing: dict[str, list[int]] = {}
-    seen: list[tuple[Keys, array[int]]] = []
-    for rank, pair in enumerate(zip(keys, values, strict=True)):
-        if seen and pair == seen[0]:  # usual, and quick
-            continue
-        seen.append(pair)
-        for key, value in zip(*pair, strict=True):
-            holder, there = first.setdefault(key, (rank, value))
-            if value != there:
-                differing.setdefault(key, [holder]).append(rank)
+    usual: dict[int, tuple[Keys, array[int]]] = {}  # the first rank's, by their places in its lists
+    for rank, (lists, numbers) in enumerate(zip(keys, values, strict=True)):
+        begin = 0
+        for at, some in enumerate(lists):
+            pair = some, numbers[begin : begin + len(some)]
+            begin += len(some)
+            if usual.setdefault(at, pair) == pair and usual[at] is not pair:  # usual, and quick
+                continue
+            for key, value in zip(*pair, strict=True):
+                holder, there = first.setdefault(key, (rank, value))
+                if value != there:
+                    differing.setdefault(key, [holder]).append(rank)
     return differing
 
 

@@ -1,7 +1,9 @@
-"""The planner of our own save calls: plans with another planner, or uses the plan that all ranks kept.
+"""The planner of our own save calls: uses a plan that all ranks kept or have computed, or plans with another planner.
 
-`agree` flattens the state, looks for a kept plan, and asks the other ranks whether they have it; then the other steps
-use it, with an empty local plan. A plan is kept only at `finish_plan`, so that what fails before leaves nothing.
+`agree` flattens the state, looks for a kept plan, and asks the other ranks whether they have it; if not, each rank
+computes the plans of all, where their states can be described. Then the other steps use that plan, with an empty local
+plan. What can fail on one rank alone is looked at before the ranks agree; what fails after it anyway is raised in DCP's
+first step, which tells all ranks. A plan is kept only at `finish_plan`, so that what fails before leaves nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +23,19 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_nvcomp.calls.ranks import Call
-from dcp_nvcomp.calls.values import PLAIN_TENSORS, flatten, is_default_planner, unwrapped
+from dcp_nvcomp.calls.values import PLAIN_TENSORS, Path, flatten, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
-from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store
+from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store, split_paths
 from dcp_nvcomp.saving.encode.objects import serialized
+from dcp_nvcomp.saving.plans.agreement import Proposal, agree, gather_parts
+from dcp_nvcomp.saving.plans.array_plan import ArrayPlan
 from dcp_nvcomp.saving.plans.balance import balanced
-from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
-from dcp_nvcomp.saving.plans.kept_plans import GlobalPlan, KeptPlan, PlanKey, Proposal, Structure, agree, structure_of
+from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds, place_words
+from dcp_nvcomp.saving.plans.global_plan import GlobalPlan, PlanOfItems
+from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
+from dcp_nvcomp.saving.plans.layouts import Ints, IrregularError
+from dcp_nvcomp.saving.plans.shared_plan import SharedPlan, plan_all
+from dcp_nvcomp.saving.plans.structure import Described, Part, Structure, described, structure_of
 from dcp_nvcomp.saving.process_state import process_state
 
 logger = logging.getLogger(__name__)
@@ -47,9 +55,12 @@ class KeepingPlanner(SavePlanner):
         self._may_keep = may_keep and self._is_default
         self._failure = failure
         self._flat_state: dict[str, Any] | None = None
+        self._paths: Mapping[str, Path] | None = None
         self._structure: Structure | None = None
+        self._described: Described | None = None
         self._key = PlanKey(())
         self._kept: KeptPlan | None = None
+        self._is_new = False  # True if it was made for this save
         self._plan_id: str | None = None
         self._everyones: GlobalPlan | None = None
         self._on_difference = on_difference
@@ -72,7 +83,7 @@ class KeepingPlanner(SavePlanner):
         return self._planner
 
     def release(self) -> None:
-        self._planner = self._flat_state = None
+        self._planner = self._flat_state = self._paths = None
         self._run, self._pickled = _here, {}
 
     def pickles_by(self, run: Callable[[Callable[[], Any]], Any]) -> None:
@@ -102,12 +113,54 @@ class KeepingPlanner(SavePlanner):
                 self.comparison.look(self._flat_state)
             except Exception as error:  # whatever a value's own methods raise: looking must not cost the save
                 logger.warning("Values of ranks are not compared: %s: %s", type(error).__name__, error)
+        found = None
         if self._may_keep and self._flat_state is not None:
-            self._describe(ranks)
-        found = None if self._structure is None else process_state().plans.find(self._key, self._structure)
-        mine = Proposal(found.plan_id if found else None, self._structure is not None)
-        use_kept, self._plan_id = agree(mine, group, call)
-        self._kept = found if use_kept else None
+            found = self._describe(ranks)
+        may_keep = self._structure is not None
+        mine = Proposal.of(None if found is None else found.plan_id, self._described, may_keep=may_keep)
+        agreement = agree(mine, group, call)
+        self._plan_id = agreement.plan_id
+        if agreement.use_kept:
+            self._kept = found
+        elif self._plan_id is not None and agreement.all_described:
+            assert self._described is not None
+            gathered = gather_parts(self._described, agreement.proposals, group)
+            if gathered is not None:
+                places = [proposal.places for proposal in agreement.proposals]
+                self._compute(*gathered, places, 0 if group is None else dist.get_rank(group))
+
+    def _compute(self, parts: Sequence[Part | bytes], parts_of: Ints, places: Sequence[Any], rank: int) -> None:
+        """Make the plan of all ranks from what they have described, as each of them does at the same time."""
+        assert self._plan_id is not None and self._structure is not None and self._flat_state is not None
+        try:
+            unpacked = [part if isinstance(part, Part) else Part.unpacked(part) for part in parts]
+            shared = plan_all(unpacked, parts_of, places, lowest_rank=self._key.dedup_save_to_lowest_rank)
+            if (parts_of != parts_of[0]).any():
+                self._check_places(shared)
+            # made on each rank, as making it checks what the ranks' names come to
+            everyones = ArrayPlan(shared, list(self._flat_state), has_paths=self._paths is not None)
+            final = shared.save_plan(rank)
+        except (IrregularError, ConfigurationError):  # on all ranks alike
+            return
+        except Exception as error:  # the other ranks have a plan
+            self._failure = CheckpointError(f"This rank could not plan: {type(error).__name__}: {error}")
+            self._failure.__cause__ = error
+            return
+        self._kept = KeptPlan(
+            self._plan_id,
+            self._key,
+            self._structure,
+            self._described,
+            final,
+            everyones.compared_keys[rank],
+            everyones if rank == 0 else None,
+        )
+        self._is_new = True
+
+    def _check_places(self, plan: SharedPlan) -> None:
+        first = [int((plan.parts_of == number).any(1).argmax()) for number in range(len(plan.parts))]
+        if place_words([part.paths for part in plan.parts], [part.empty for part in plan.parts], first):
+            raise IrregularError("Ranks have a container and a value in the same place.")
 
     def _flatten(self, state_dict: dict[str, Any], *, is_coordinator: bool) -> None:
         """Take the state apart, and let a planner have it that finds it flat."""
@@ -124,6 +177,7 @@ class KeepingPlanner(SavePlanner):
             if given.flatten_state_dict:
                 flat = flatten(state_dict)
                 state_dict, planner.mappings = flat.values, paths_to_store(flat.paths)
+                self._paths = flat.paths
             # dicts are values now, empty ones for instance, and DCP would make text of their keys
             dicts = {fqn: value for fqn, value in state_dict.items() if isinstance(value, Mapping)}
             state_dict = {fqn: value for fqn, value in state_dict.items() if fqn not in dicts}
@@ -140,17 +194,26 @@ class KeepingPlanner(SavePlanner):
             planner.flatten_state_dict = given.flatten_state_dict  # its plans have the paths
             self._planner, self._flat_state = planner, planner.state_dict
 
-    def _describe(self, ranks: tuple[int, ...]) -> None:
+    def _describe(self, ranks: tuple[int, ...]) -> KeptPlan | None:
+        """Describe the state, and return the plan that is kept for such a one."""
         planner = self._inner
         assert isinstance(planner, DefaultSavePlanner)
         self._key = PlanKey(
             ranks, planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
         )
         try:
-            paths = planner.mappings if planner.flatten_state_dict else None
-            self._structure = structure_of(planner.state_dict, paths)
+            self._structure = structure_of(planner.state_dict, self._paths)
         except Exception:  # DCP's own steps meet it again, and tell the other ranks
-            return
+            return None
+        if self._structure is None:
+            return None
+        found = process_state().plans.find(self._key, self._structure)
+        if found is not None:
+            self._described = found.described
+            return found
+        with suppress(Exception):  # then DCP plans
+            self._described = described(self._structure, planner.state_dict)
+        return None
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -167,8 +230,8 @@ class KeepingPlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         if self._kept is not None:
-            return self.comparison.sent(SavePlan([]), with_keys=False)
-        return self.comparison.sent(self._inner.create_local_plan(), with_keys=True)
+            return self.comparison.sent(SavePlan([]), self._kept.compared_keys)
+        return self.comparison.sent(self._inner.create_local_plan(), None)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self._kept is not None:
@@ -187,19 +250,26 @@ class KeepingPlanner(SavePlanner):
                 local_plans = balanced(local_plans)
         plans, metadata = self._inner.create_global_plan(local_plans)
         if self._is_default and metadata.planner_data is not None:
-            metadata = dataclasses.replace(metadata, planner_data=merged_paths(paths, metadata.state_dict_metadata))
+            fqns = metadata.state_dict_metadata
+            merged = merged_paths([split_paths(part, fqns) for part in paths], fqns)
+            metadata = dataclasses.replace(metadata, planner_data=merged)
         if self.is_kept:
-            self._everyones = GlobalPlan(plans, metadata, keys, self.comparison.places)
+            self._everyones = PlanOfItems(plans, metadata, keys, self.comparison.places)
             metadata = self._everyones.metadata()
         return self.comparison.told(plans), metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         new_plan = self.comparison.heard(new_plan)
         if self._kept is not None:
+            if self._is_new:
+                process_state().plans.keep(self._kept)
             return dataclasses.replace(self._kept.final, storage_data=new_plan.storage_data)
         plan = self._inner.finish_plan(new_plan)
         if self._plan_id is not None and self._structure is not None:
-            process_state().plans.keep(KeptPlan(self._plan_id, self._key, self._structure, plan, self._everyones))
+            own = self.comparison.own_keys
+            process_state().plans.keep(
+                KeptPlan(self._plan_id, self._key, self._structure, None, plan, own, self._everyones)
+            )
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | Any:

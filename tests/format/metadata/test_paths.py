@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dcp_nvcomp.calls.values import flatten, nested
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
-from dcp_nvcomp.format.metadata.paths import has_keys, merged_paths, paths_of, paths_to_store
+from dcp_nvcomp.format.metadata.paths import has_keys, merged_paths, paths_of, paths_to_store, split_paths
 
 
 def metadata_of(planner_data: Any, *fqns: str) -> Metadata:
@@ -56,15 +56,16 @@ def test_keys_of_ranks_that_look_alike_are_refused(one: dict[Any, Any], other: d
     parts = [paths_to_store(flatten({"a": state}).paths) for state in (one, other)]
     fqns = {fqn for part in parts for fqn in part if fqn != ".keys"}
     with pytest.raises(ConfigurationError, match="look alike") as caught:
-        merged_paths(parts, fqns)
+        merged_paths([split_paths(part, fqns) for part in parts], fqns)
     assert caught.value.fqn in fqns
-    same = merged_paths([parts[0], parts[0]], {fqn for fqn in parts[0] if fqn != ".keys"})
-    assert same == parts[0]
+    own = {fqn for fqn in parts[0] if fqn != ".keys"}
+    assert merged_paths([split_paths(parts[0], own)] * 2, own) == parts[0]
 
 
 def test_ranks_may_have_other_keys_of_one_dict() -> None:
     parts = [paths_to_store(flatten({"a": state}).paths) for state in ({7: 1, "b": 2}, {8: 1, "b": 2})]
-    merged = merged_paths(parts, {"a.7", "a.8", "a.b"})
+    fqns = {"a.7", "a.8", "a.b"}
+    merged = merged_paths([split_paths(part, fqns) for part in parts], fqns)
     assert merged == {"a.7": ("a", "7"), "a.8": ("a", "8"), "a.b": ("a", "b"), ".keys": merged[".keys"]}
     assert dict(merged[".keys"]) == {("a", "7"): 7, ("a", "8"): 8}
 

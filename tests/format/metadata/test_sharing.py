@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -22,9 +24,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_nvcomp import save
 from dcp_nvcomp.errors import MetadataError, UnsafeMetadataError
+from dcp_nvcomp.format.metadata import publishable
 from dcp_nvcomp.format.metadata.publishable import metadata_to_publish, publication, settled_to_publish
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata, share_equal
-from dcp_nvcomp.saving import commit
+from dcp_nvcomp.saving.plans import global_plan
+from dcp_nvcomp.saving.plans.global_plan import PlacedItems, PlanOfItems
 
 
 def tensor(size: tuple[int, ...], shards: int, **properties: Any) -> TensorStorageMetadata:
@@ -193,22 +197,37 @@ def test_what_only_the_reader_can_judge_is_never_settled() -> None:
     assert publication(far, path="x").settled is None
 
 
-def test_saves_by_one_plan_settle_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_by_one_plan_settle_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Metadata] = []
 
     def publishing(metadata: Metadata, **options: Any) -> Any:
         made.append(metadata)
         return publication(metadata, **options)
 
-    monkeypatch.setattr(commit, "publication", publishing)
-    state = {f"layers.{at}.weight": torch.full((8, 3), float(at)) for at in range(150)}
+    monkeypatch.setattr(global_plan, "publication", publishing)
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({f"layers.{at}.weight": torch.ones(8, 3) for at in range(150)}, is_coordinator=True)
+    plan = PlanOfItems(*planner.create_global_plan([planner.create_local_plan()]))
+    data = []
     for number in range(3):
-        save(state, tmp_path / str(number), no_dist=True)
+        metadata = plan.metadata()
+        metadata.storage_meta, metadata.version = StorageMeta("id", f"{number:032x}"), "1.0.0"
+        numbers = array("I", range(150))
+        metadata.place([PlacedItems(((f"{number}.distcp", 100, 10, 1),), (150,), numbers, numbers)])
+        data.append(metadata.to_publish("x", None))
+        assert metadata.files() == {f"{number}.distcp": 100}
     assert len(made) == 1
-    first, *later = ((tmp_path / str(number) / ".metadata").read_bytes() for number in range(3))
-    for data in later:
-        assert abs(len(data) - len(first)) < 16, "equal parts are one object in all of them"
-        ours, theirs = pickle.loads(data), pickle.loads(first)
+    for later in data[1:]:
+        assert abs(len(later) - len(data[0])) < 16, "equal parts are one object in all of them"
+        ours, theirs = pickle.loads(later), pickle.loads(data[0])
         assert ours.state_dict_metadata == theirs.state_dict_metadata
         assert ours.planner_data == theirs.planner_data
         assert list(ours.storage_data) == list(theirs.storage_data)
+
+
+def test_what_the_ranks_computed_is_read_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(publishable, "parse_metadata", lambda data, **options: read.append(len(data)))
+    for _ in range(3):
+        save({f"layers.{at}.weight": torch.full((8, 3), float(at)) for at in range(150)}, tmp_path, no_dist=True)
+    assert len(read) == 1 and read[0] < (tmp_path / ".metadata").stat().st_size

@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors, save
+from dcp_nvcomp.saving.plans import planner as planner_module
+from dcp_nvcomp.saving.plans.shared_plan import SharedPlan
 from dcp_nvcomp.saving.process_state import forget_all, process_state
 from tests.checkpoints import assert_loads
 from tests.checkpoints import save as dcp_save
@@ -25,22 +27,27 @@ from tests.states import State, small_state
 
 
 @contextmanager
-def planning() -> Iterator[list[SavePlan]]:
-    """Collect the plans that DCP's planner makes."""
-    found: list[SavePlan] = []
-    plan = DefaultSavePlanner.create_local_plan
+def planning() -> Iterator[list[Any]]:
+    """Collect the plans that are made here: by DCP's planner, and computed."""
+    found: list[Any] = []
+    plan, compute = DefaultSavePlanner.create_local_plan, planner_module.plan_all
 
     def noted(planner: DefaultSavePlanner) -> SavePlan:
         found.append(plan(planner))
-        return found[-1]
+        return found[-1]  # type: ignore[no-any-return]
+
+    def computed(*arguments: Any, **options: Any) -> SharedPlan:
+        found.append(compute(*arguments, **options))
+        return found[-1]  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DefaultSavePlanner, "create_local_plan", noted)
+        patch.setattr(planner_module, "plan_all", computed)
         yield found
 
 
 @pytest.fixture
-def planned() -> Iterator[list[SavePlan]]:
+def planned() -> Iterator[list[Any]]:
     with planning() as found:
         yield found
 
@@ -54,10 +61,10 @@ def seen(path: Path) -> Metadata:
 
 
 def places(metadata: Metadata) -> dict[Any, Any]:
-    """Where each item is, without the name of the file, which differs from save to save."""
+    """The rank and the number of the file that each item is in."""
     return {
-        (index.fqn, index.offset, index.index): (file[0].split("_", 3)[:3], record)
-        for index, (file, record) in metadata.storage_data.items()
+        (index.fqn, index.offset, index.index): file[0].split("_", 3)[:3]
+        for index, (file, _) in metadata.storage_data.items()
     }
 
 
@@ -75,7 +82,7 @@ def assert_like_dcp(path: Path, state: State, beside: Path, **options: Any) -> N
 # --- one structure ---------------------------------------------------------------------------------------------------
 
 
-def test_states_of_one_structure_are_planned_once(tmp_path: Path, planned: list[SavePlan]) -> None:
+def test_states_of_one_structure_are_planned_once(tmp_path: Path, planned: list[Any]) -> None:
     for seed in range(4):  # each with a writer of its own
         state = {"model": small_state(seed), "list": [torch.full((2, 3), seed), "text"], "empty": torch.empty(0, 2)}
         put(state, tmp_path / str(seed))
@@ -83,7 +90,7 @@ def test_states_of_one_structure_are_planned_once(tmp_path: Path, planned: list[
         assert len(planned) == 1 + seed + 1  # those of dcp.save are counted too
 
 
-def test_save_and_async_save_share_plans(tmp_path: Path, planned: list[SavePlan]) -> None:
+def test_save_and_async_save_share_plans(tmp_path: Path, planned: list[Any]) -> None:
     put(small_state(1), tmp_path)
     async_save(small_state(2), tmp_path, no_dist=True).upload_completion.result()
     assert_loads(tmp_path, small_state(2))
@@ -93,7 +100,7 @@ def test_save_and_async_save_share_plans(tmp_path: Path, planned: list[SavePlan]
 
 
 @pytest.mark.parametrize("options", [{}, {"single_file_per_rank": False}, {"codec": "none"}])
-def test_one_plan_serves_every_writer(tmp_path: Path, planned: list[SavePlan], options: dict[str, Any]) -> None:
+def test_one_plan_serves_every_writer(tmp_path: Path, planned: list[Any], options: dict[str, Any]) -> None:
     put(small_state(1), tmp_path / "first")
     put(small_state(2), tmp_path / "second", **options)
     assert len(planned) == 1
@@ -176,7 +183,7 @@ CHANGES: dict[str, Callable[[], State]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_differs_in_structure_is_planned_anew(
-    tmp_path: Path, planned: list[SavePlan], change: Callable[[], State]
+    tmp_path: Path, planned: list[Any], change: Callable[[], State]
 ) -> None:
     put(_model(), tmp_path / "before")
     put(change(), tmp_path / "changed")
@@ -187,14 +194,14 @@ def test_what_differs_in_structure_is_planned_anew(
     assert len(planned) == 4, "two of them by dcp.save"
 
 
-def test_paths_are_part_of_the_structure(tmp_path: Path, planned: list[SavePlan]) -> None:
+def test_paths_are_part_of_the_structure(tmp_path: Path, planned: list[Any]) -> None:
     for state in ({"a": {"b.c": torch.ones(2)}}, {"a.b": {"c": torch.ones(2)}}, {"a.b.c": torch.ones(2)}):
         put(state, tmp_path)
         assert_like_dcp(tmp_path, state, tmp_path / "dcp")
     assert len(planned) == 6
 
 
-def test_options_of_the_planner_are_part_of_it(tmp_path: Path, planned: list[SavePlan]) -> None:
+def test_options_of_the_planner_are_part_of_it(tmp_path: Path, planned: list[Any]) -> None:
     state = {"model": {"w": torch.ones(2)}}
     for number, flatten in enumerate((True, False, True, False)):
         put(state, tmp_path / str(number), planner=DefaultSavePlanner(flatten_state_dict=flatten))
@@ -207,7 +214,7 @@ def test_options_of_the_planner_are_part_of_it(tmp_path: Path, planned: list[Sav
     assert len(planned) == 2
 
 
-def test_the_latest_plans_are_kept(tmp_path: Path, planned: list[SavePlan]) -> None:
+def test_the_latest_plans_are_kept(tmp_path: Path, planned: list[Any]) -> None:
     for size in [*range(1, 10), 9, 2, 1]:
         put({"w": torch.ones(size)}, tmp_path)
         assert_loads(tmp_path, {"w": torch.ones(size)})
@@ -235,7 +242,7 @@ class _Observing(NvcompWriter):
         super().finish(metadata, results)
 
 
-def test_planners_of_other_classes_plan_each_save(tmp_path: Path, planned: list[SavePlan]) -> None:
+def test_planners_of_other_classes_plan_each_save(tmp_path: Path, planned: list[Any]) -> None:
     put(_model(), tmp_path)
     for _ in range(2):
         put(_model(), tmp_path, planner=_Renaming())
@@ -245,7 +252,7 @@ def test_planners_of_other_classes_plan_each_save(tmp_path: Path, planned: list[
     assert_loads(tmp_path, _model())
 
 
-def test_a_planner_with_methods_of_the_callers_plans_each_save(tmp_path: Path, planned: list[SavePlan]) -> None:
+def test_a_planner_with_methods_of_the_callers_plans_each_save(tmp_path: Path, planned: list[Any]) -> None:
     for _ in range(2):
         planner = DefaultSavePlanner()
         planner.lookup_object = lambda index: torch.full((5,), 7.0)  # type: ignore[method-assign]
@@ -263,13 +270,13 @@ def test_dcps_cache_of_plans_is_not_used(tmp_path: Path) -> None:
     assert cached == DefaultSavePlanner._cached_save_plan
 
 
-def test_subclasses_of_the_writer_see_all_results(tmp_path: Path, planned: list[SavePlan]) -> None:
+def test_subclasses_of_the_writer_see_all_results(tmp_path: Path, planned: list[Any]) -> None:
     for _ in range(2):
         save(_model(), storage_writer=_Observing(tmp_path), no_dist=True)
     assert _Observing.results == [[3]] * 2 and len(planned) == 2
 
 
-def test_a_state_that_plans_itself_comes_between(tmp_path: Path, planned: list[SavePlan]) -> None:
+def test_a_state_that_plans_itself_comes_between(tmp_path: Path, planned: list[Any]) -> None:
     """A, a tensor subclass, A: the plan of the first A serves the second."""
     own = {"w": torch.ones(4).as_subclass(_Subclass)}
     for number, state in enumerate((_model(), own, _model(), own)):
@@ -284,7 +291,7 @@ def test_a_state_that_plans_itself_comes_between(tmp_path: Path, planned: list[S
 
 @pytest.mark.parametrize("step", ["prepare_local_plan", "prepare_global_plan", "write_data", "finish"])
 def test_a_failed_save_leaves_no_plan_that_is_wrong(
-    tmp_path: Path, planned: list[SavePlan], monkeypatch: pytest.MonkeyPatch, step: str
+    tmp_path: Path, planned: list[Any], monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Also between the global plan and its end, where the trial kept the failed save's shapes."""
     put(_model(), tmp_path)
@@ -313,7 +320,7 @@ def test_a_state_that_cannot_be_planned_fails_each_time(tmp_path: Path) -> None:
 def test_the_metadata_that_was_returned_is_the_callers(tmp_path: Path) -> None:
     for _ in range(3):
         metadata = async_save(_model(), tmp_path, no_dist=True).upload_completion.result()
-        assert type(metadata) is Metadata and SaveStats.of(metadata) is not None
+        assert isinstance(metadata, Metadata) and SaveStats.of(metadata) is not None
         assert_like_dcp(tmp_path, _model(), tmp_path / "dcp")
         item = metadata.state_dict_metadata["w"]
         assert isinstance(item, TensorStorageMetadata)

@@ -1,0 +1,110 @@
+"""What the ranks tell each other before they plan: whether all keep the same plan, else what their states are made of.
+
+Before a save each rank brings a `Proposal`. What a rank answers never decides what it plans, only how all of them do:
+
+    all keep the plan of one id       they use it
+    all have described their states   each computes the plans of all; parts of states that differ between ranks are
+                                      sent around first (`gather_parts`)
+    else                              DCP's coordinator plans
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch.distributed as dist
+
+from dcp_nvcomp.calls.ranks import Call, global_ranks, meet, together
+from dcp_nvcomp.saving.plans.layouts import Ints
+from dcp_nvcomp.saving.plans.structure import Described, Part, Place
+
+_MOST_BROADCASTS: Final = 64
+_MOST_GATHERED_NBYTES: Final = 64 << 20  # by each rank
+
+
+@dataclass(frozen=True)
+class Proposal:
+    kept_id: str | None  # of the plan that it keeps for its state
+    may_keep: bool
+    digests: tuple[bytes, ...] = ()  # of the parts of its state; none if that can't be described
+    nbytes: tuple[int, ...] = ()  # what each part takes when it is sent
+    places: tuple[Place, ...] = ()
+    fresh_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @staticmethod
+    def of(kept_id: str | None, described: Described | None, *, may_keep: bool) -> Proposal:
+        parts = () if described is None else described.parts
+        return Proposal(
+            kept_id,
+            may_keep,
+            tuple(part.digest for part in parts),
+            tuple(len(part.packed) for part in parts),
+            () if described is None else described.places,
+        )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    proposals: Sequence[Proposal]  # of all ranks
+    use_kept: bool
+    plan_id: str | None  # of the plan that is used or made; None if it is not to be kept
+
+    @property
+    def all_described(self) -> bool:
+        return all(proposal.digests for proposal in self.proposals)
+
+
+def agree(mine: Proposal, group: dist.ProcessGroup | None, call: Call) -> Agreement:
+    proposals = meet(group, call, mine)
+    if not all(proposal.may_keep for proposal in proposals):
+        return Agreement(proposals, use_kept=False, plan_id=None)
+    kept_ids = {proposal.kept_id for proposal in proposals}
+    if len(kept_ids) == 1 and mine.kept_id is not None:
+        return Agreement(proposals, use_kept=True, plan_id=mine.kept_id)
+    return Agreement(proposals, use_kept=False, plan_id=proposals[0].fresh_id)
+
+
+def gather_parts(
+    mine: Described, proposals: Sequence[Proposal], group: dist.ProcessGroup | None
+) -> tuple[list[Part | bytes], Ints] | None:
+    """Return the distinct parts of all ranks' states, and which three of them each rank has; None if it is too much.
+
+    Of what is the same on all ranks nothing is sent. A few variants are broadcast, packed, by the lowest ranks that
+    have them.
+    """
+    parts = list[Part | bytes]()
+    columns = []
+    for column, own in enumerate(mine.parts):
+        digests = [proposal.digests[column] for proposal in proposals]
+        holders: dict[bytes, int] = {}
+        for rank, digest in enumerate(digests):
+            holders.setdefault(digest, rank)
+        numbers = {digest: len(parts) + number for number, digest in enumerate(holders)}
+        columns.append([numbers[digest] for digest in digests])
+        if len(holders) == 1:
+            parts.append(own)
+            continue
+        assert group is not None
+        sent: list[bytes]
+        with together(group):
+            if len(holders) <= _MOST_BROADCASTS:
+                sent = [_broadcast(own.packed, rank, group) for rank in holders.values()]
+            elif max(proposal.nbytes[column] for proposal in proposals) * len(proposals) > _MOST_GATHERED_NBYTES:
+                return None
+            else:
+                everyones: list[bytes] = [b""] * len(proposals)
+                dist.all_gather_object(everyones, own.packed, group=group)
+                sent = [everyones[rank] for rank in holders.values()]
+        parts += sent
+    return parts, np.array(columns, np.int64).T
+
+
+def _broadcast(mine: bytes, rank: int, group: dist.ProcessGroup) -> bytes:
+    ranks = global_ranks(group)
+    sent = [mine]
+    dist.broadcast_object_list(sent, src=ranks[rank], group=group)
+    return sent[0]

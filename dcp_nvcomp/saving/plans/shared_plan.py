@@ -1,0 +1,209 @@
+"""The plans of all ranks, computed by each rank from what all of them have described: as arrays, no object for a shard.
+
+    number of a key     by the parts (structure.py): DTensors first, then plain tensors, then objects
+    number of a shard   among those of its key, by the first rank that has it
+    owner of a shard    the rank that writes it, as balance.py shares out
+
+A rank's plan has its items by the number of their key; of one key it has one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from dcp_nvcomp.saving.plans.balance import RECORD_NBYTES
+from dcp_nvcomp.saving.plans.layouts import Ints, IrregularError, Layout, layout_of, shards_of
+from dcp_nvcomp.saving.plans.structure import DTENSORS, OBJECTS, Part, Place
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPlan:
+    parts: tuple[Part, ...]
+    parts_of: Ints  # (ranks, 3): which parts a rank has
+    keys: tuple[str, ...]
+    numbers: tuple[Ints, ...]  # of the keys of each part
+    layouts: tuple[Layout, ...]  # of each key
+    owners: tuple[Ints, ...]  # of the shards of each key; of several keys it may be one array
+
+    @cached_property
+    def hints(self) -> tuple[Ints, ...]:
+        """For the shards of each key their places in DCP's metadata: they are there by their owners."""
+        known: dict[int, Ints] = {}
+        for owners in self.owners:
+            if id(owners) not in known:
+                places = known[id(owners)] = np.empty(len(owners), np.int64)
+                places[np.argsort(owners, kind="stable")] = np.arange(len(owners))
+        return tuple([known[id(owners)] for owners in self.owners])
+
+    @cached_property
+    def starts(self) -> Ints:
+        """The number of each key's first shard among those of all keys; and how many there are."""
+        return np.concatenate([[0], np.cumsum([layout.shard_count for layout in self.layouts])]).astype(np.int64)
+
+    @property
+    def rank_count(self) -> int:
+        return len(self.parts_of)
+
+    @property
+    def shard_count(self) -> int:
+        return int(self.starts[-1])
+
+    def plan_order(self) -> Ints:
+        """All shards, rank after rank, those of each in the order of its plan."""
+        return np.argsort(np.concatenate([np.zeros(0, np.int64), *self.owners]), kind="stable")
+
+    def save_plan(self, rank: int) -> SavePlan:
+        """Return the final plan of a rank."""
+        made: dict[tuple[int, int], TensorWriteData] = {}
+        items = []
+        for key in np.sort(np.concatenate([self.numbers[part] for part in self.parts_of[rank]])).tolist():
+            layout = self.layouts[key]
+            shard = layout.shard_of(rank)
+            if shard is None or self.owners[key][shard] != rank:
+                continue
+            fqn = self.keys[key]
+            if layout.shape is None:
+                items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
+                continue
+            data = made.get((id(layout), shard))
+            if data is None:
+                data = made[id(layout), shard] = _write_data(layout, shard)
+            index = MetadataIndex(fqn, data.chunk.offsets, int(self.hints[key][shard]))
+            kind = WriteItemType.SHARD if layout.is_dtensor else WriteItemType.TENSOR
+            items.append(WriteItem(index, kind, tensor_data=data))
+        return SavePlan(items)
+
+
+def _write_data(layout: Layout, shard: int) -> TensorWriteData:
+    assert layout.shape is not None
+    offsets, sizes = (torch.Size(values[shard].tolist()) for values in (layout.offsets, layout.sizes))
+    return TensorWriteData(
+        ChunkStorageMetadata(offsets, sizes), properties_of(layout.properties), torch.Size(layout.shape)
+    )
+
+
+def properties_of(state: tuple[Any, ...]) -> TensorProperties:
+    properties = TensorProperties()
+    properties.__setstate__(state)  # type: ignore[no-untyped-call]
+    return properties
+
+
+def plan_all(
+    parts: Sequence[Part], parts_of: Ints, places: Sequence[tuple[Place, ...]], *, lowest_rank: bool
+) -> SharedPlan:
+    """Plan for all ranks.
+
+    Args:
+        parts: the distinct ones: those of DTensors, of plain tensors, of objects.
+        parts_of: (ranks, 3) which of them each rank has.
+        places: of each rank in its meshes.
+        lowest_rank: let the lowest rank write what several have, as DCP's `dedup_save_to_lowest_rank`.
+
+    Raises:
+        IrregularError: this is for DCP to plan, or to refuse.
+    """
+    numbers_of: dict[str, int] = {}
+    described: list[list[tuple[int, int]]] = []  # of each key: part, and number of the kind in it
+    for number, part in enumerate(parts):
+        for key, kind in zip(part.keys, part.kinds or (0,) * len(part.keys), strict=True):
+            at = numbers_of.setdefault(key, len(described))
+            if at == len(described):
+                described.append([])
+            described[at].append((number, kind))
+    ranks_of, column_of = _ranks_of(parts_of, len(parts))
+    known: dict[tuple[tuple[int, int], ...], Layout] = {}
+    layouts = []
+    for signature in map(tuple, described):
+        if signature not in known:
+            known[signature] = _layout(signature, parts, ranks_of, column_of, places)
+        layouts.append(known[signature])
+    numbers = [np.array([numbers_of[key] for key in part.keys], np.int64) for part in parts]
+    owners = _owners(layouts, len(parts_of), lowest_rank=lowest_rank)
+    return SharedPlan(tuple(parts), parts_of, tuple(numbers_of), tuple(numbers), tuple(layouts), owners)
+
+
+def _ranks_of(parts_of: Ints, count: int) -> tuple[list[Ints], list[int]]:
+    """Return which ranks have each part, and which of a rank's three parts it is."""
+    ranks_of, column_of = [np.empty(0, np.int64)] * count, [0] * count
+    for column in range(parts_of.shape[1]):
+        order = np.argsort(parts_of[:, column], kind="stable")
+        numbers, begins = np.unique(parts_of[order, column], return_index=True)
+        for number, ranks in zip(numbers.tolist(), np.split(order, begins[1:]), strict=True):
+            ranks_of[number], column_of[number] = ranks, column
+    return ranks_of, column_of
+
+
+def _layout(
+    signature: tuple[tuple[int, int], ...],
+    parts: Sequence[Part],
+    ranks_of: Sequence[Ints],
+    column_of: Sequence[int],
+    places: Sequence[tuple[Place, ...]],
+) -> Layout:
+    (column, *others) = {column_of[number] for number, _ in signature}
+    if others:
+        raise IrregularError("A key is a DTensor, a plain tensor or an object, and something else on another rank.")
+    if column == OBJECTS:
+        ranks = np.concatenate([ranks_of[number] for number, _ in signature])
+        none = np.zeros((len(ranks), 0), np.int64)
+        return layout_of(None, (), is_dtensor=False, ranks=ranks, offsets=none, sizes=none)
+    kinds = [parts[number].distinct[kind] for number, kind in signature]
+    shape, properties = kinds[0].shape, kinds[0].properties
+    if any((kind.shape, kind.properties) != (shape, properties) for kind in kinds):
+        raise IrregularError("Ranks have tensors of other shapes or dtypes under one key.")
+    found = []
+    for (number, _), kind in zip(signature, kinds, strict=True):
+        ranks = ranks_of[number]
+        if kind.mesh is None:
+            whole = np.tile(np.array(shape, np.int64), (len(ranks), 1)).reshape(len(ranks), len(shape))
+            found.append((ranks, np.zeros_like(whole), whole))
+            continue
+        at = [places[rank][kind.mesh] for rank in ranks.tolist()]
+        inside = [place for place in at if place is not None]
+        ranks = ranks[[place is not None for place in at]]
+        found.append((ranks, *shards_of(shape, parts[number].mesh_shapes[kind.mesh], kind.cuts, inside)))
+    ranks, offsets, sizes = (np.concatenate(values) for values in zip(*found, strict=True))
+    if not len(ranks):
+        raise IrregularError("No rank has a shard of a tensor.")
+    return layout_of(shape, properties, is_dtensor=column == DTENSORS, ranks=ranks, offsets=offsets, sizes=sizes)
+
+
+def _owners(layouts: Sequence[Layout], ranks: int, *, lowest_rank: bool) -> tuple[Ints, ...]:
+    """Return who writes each shard of each key, by the rule of balance.py."""
+    distinct = {id(layout): layout for layout in layouts}
+    first = {at: layout.first_ranks for at, layout in distinct.items()}
+    if lowest_rank:
+        return tuple([first[id(layout)] for layout in layouts])
+    costs = {at: layout.nbytes + RECORD_NBYTES for at, layout in distinct.items()}
+    loads = np.zeros(ranks, np.int64)
+    shared: list[tuple[int, int, int, int]] = []  # cost, first rank, key, shard
+    owners = []
+    for key, layout in enumerate(layouts):
+        at, holders = id(layout), layout.holders
+        if holders is None:
+            np.add.at(loads, first[at], costs[at])
+            owners.append(first[at])
+            continue
+        owners.append(first[at].copy())
+        for shard, having in enumerate(holders):
+            cost, rank = int(costs[at][shard]), int(having[0])
+            if len(having) == 1:
+                loads[rank] += cost
+            else:
+                shared.append((-cost, rank, key, shard))
+    for cost, _, key, shard in sorted(shared):
+        holders = layouts[key].holders
+        assert holders is not None
+        having = holders[shard]
+        owner = int(having[np.argmin(loads[having])])
+        owners[key][shard] = owner
+        loads[owner] -= cost
+    return tuple(owners)
