@@ -163,7 +163,7 @@ def _simulated(report: Report) -> None:
         commit=("results and commit, s", ".2f"),
         coordinator_nbytes=("MB", ".0f"),
         to=("to it, MB", ".1f"),
-        back=("from it, MB", ".1f"),
+        back=("to each rank, MB", ".2f"),
         metadata=(".metadata, bytes a shard", ".1f"),
     )
     rows: dict[Case, dict[str, Any]] = {}
@@ -223,7 +223,7 @@ def _by_dcp(case: Case, directory: str, way: str) -> Generator[str, None, dict[s
         "plan": planned - start,
         "commit": committed - begun,
         "to": (sum(map(len, arrived)) + sum(map(len, reports))) / 1e6,
-        "back": (sum(map(len, sent)) + len(told) * (case.ranks - 1)) / 1e6,
+        "back": (sum(map(len, sent)) / case.ranks + len(told)) / 1e6,
         "metadata": _metadata_nbytes(directory) / (case.ranks * case.tensors),
     }
 
@@ -269,7 +269,7 @@ def _computed(case: Case, directory: str, way: str) -> Generator[str, None, dict
         "plan": planned - start,
         "commit": committed - planned,
         "to": (said + empty + sum(map(len, reports))) / 1e6,
-        "back": (said + empty / case.ranks + told) * (case.ranks - 1) / 1e6,  # each rank has the proposals of all
+        "back": (said + empty / case.ranks + told) / 1e6,  # the proposals of all
         "metadata": _metadata_nbytes(directory) / everyones.plan.shard_count,
     }
 
@@ -321,7 +321,7 @@ def _placed_by(plan: ArrayPlan, rank: int, directory: Path) -> RankResults:
     if count:
         _hole(directory / name, nbytes)
     files = (((name, nbytes, 30_000, 0x12345678),), (count,)) if count else ((), ())
-    placed = PlacedItems(*files, array("I", range(count)), array("I", range(count)))
+    placed = PlacedItems(*files, array("H", range(count)), array("H", range(count)))
     totals = RankTotals(files={name: nbytes})
     totals.add({("layers", "planes-zstd", "bfloat16"): Totals(count, nbytes, nbytes)})
     return RankResults((), totals, placed)

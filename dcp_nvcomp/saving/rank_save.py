@@ -190,11 +190,12 @@ class RankResults(list[WriteResult]):
 
 def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
     position_of = {id(item.index): position for position, item in enumerate(plan.items)}
+    code = "H" if len(plan.items) < 1 << 16 else "I"
     return PlacedItems(
         tuple(tuple(written.file) for written in files),
         tuple(len(written.items) for written in files),
-        array("I", [position_of[id(index)] for written in files for index, _, _ in written.items]),
-        array("I", [record for written in files for _, _, record in written.items]),
+        array(code, [position_of[id(index)] for written in files for index, _, _ in written.items]),
+        array(code, [record for written in files for _, _, record in written.items]),
     )
 
 
@@ -324,7 +325,7 @@ class Saves:
         if save.has_begun:
             save = self._announce(Save(save.path))
         save.path = save.path or self._path
-        save.place = place_of(save.path)
+        save.place = place_of(save.path) if self.staging is None else self.staging.place
         save.rank, save.is_coordinator, save.use_collectives = rank, is_coordinator, use_collectives
         save.started_seconds = time.perf_counter()
         save.has_begun = True

@@ -42,7 +42,7 @@ from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.stats import SaveStats
 from dcp_nvcomp.saving.writer import NvcompWriter
-from dcp_nvcomp.storage.open import real_place
+from dcp_nvcomp.storage.open import place_of, real_place
 from dcp_nvcomp.storage.processes import is_known_elsewhere
 
 
@@ -277,6 +277,7 @@ def async_save(
                 is_waited_for=wait == "staged",
             )
             keeping.pickles_by(staging.on_caller)
+            staging.place = place_of(checkpoint_id or writer.path)
             staging.within_seconds = writer.options.finish_within_seconds
 
             def save(group: dist.ProcessGroup | None) -> Metadata:

@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dcp_nvcomp import async_save, errors, load, save
+from dcp_nvcomp import async_save, errors, load, open_checkpoint, save
 from dcp_nvcomp.saving.plans import agreement
 from dcp_nvcomp.saving.plans import planner as planner_module
 from dcp_nvcomp.saving.process_state import forget_all
 from tests.checkpoints import assert_loads
 from tests.conformance.sabotage import Sabotage
-from tests.states import State
+from tests.states import State, assert_same
 
 from .launch import RankPool
 
@@ -44,16 +44,6 @@ class _Sub(torch.Tensor):
 
 def _states(rank: int, world: int) -> dict[str, tuple[State, bool]]:
     """States of this rank, and whether the ranks compute their plans."""
-    mesh = init_device_mesh("cpu", (world,))
-    rows = world * (world + 1) // 2
-    ragged = DTensor.from_local(
-        torch.full((1 + rank, 2), float(rank)),
-        mesh,
-        [Shard(0)],
-        run_check=False,
-        shape=torch.Size([rows, 2]),
-        stride=(2, 1),
-    )
     local = OldShard(torch.ones(2, 2), ShardMetadata([2 * rank, 0], [2, 2], f"rank:{rank}/cpu"))
     own = {f"only_{rank}": torch.full((3,), float(rank)), "all": 1, rank: {"text": "x"}}
     return {
@@ -63,7 +53,6 @@ def _states(rank: int, world: int) -> dict[str, tuple[State, bool]]:
         "other meshes": ({"half": _of_half(rank, world)}, True),
         "a container here, a value there": ({"of": {"x": 1} if rank == 1 else 2}, False),
         "a subclass on one rank": ({"b": torch.ones(3).as_subclass(_Sub) if rank == 1 else torch.ones(3)}, False),
-        "ragged": ({"r": ragged}, False),
         "a ShardedTensor": ({"t": init_from_local_shards([local], 2 * world, 2)}, False),
     }
 
@@ -81,8 +70,9 @@ def _saves_them(path: Path) -> list[tuple[str, bool, int]]:
         forget_all()
         weight = distribute_tensor(torch.arange(8.0 * world).reshape(-1, 2), mesh, [Shard(0)], src_data_rank=None)
         counts = []
-        for _ in range(2):
-            with pytest.MonkeyPatch.context() as patch, pytest.warns() if "container" in name else _nothing():
+        for number in range(2):
+            is_told = "container" in name and number == 0  # once in a process
+            with pytest.MonkeyPatch.context() as patch, pytest.warns() if is_told else _nothing():
                 by_dcp: list[int] = []
                 plan = DefaultSavePlanner.create_local_plan
                 patch.setattr(
@@ -113,12 +103,10 @@ def test_states_are_planned_by_the_ranks_or_by_dcp(ranks: RankPool, tmp_path: Pa
     assert {name: computed for name, computed, _ in told[0]} == expected
     for name, computed, again in told[0]:
         assert again == 0 or not computed, name
-        assert_loads(tmp_path / name, {"w": torch.arange(32.0).reshape(-1, 2)}, partial=True)
-    assert_loads(
-        tmp_path / "keys of each rank",
-        {f"s.only_{rank}": torch.full((3,), float(rank)) for rank in range(4)},
-        partial=True,
-    )
+        found = open_checkpoint(tmp_path / name)["w"][:]
+        assert_same(found, torch.arange(32.0).reshape(-1, 2))
+    found = open_checkpoint(tmp_path / "keys of each rank")
+    assert all(bool((found[f"s.only_{rank}"][:] == rank).all()) for rank in range(4))
 
 
 def _expected() -> dict[str, bool]:

@@ -24,6 +24,7 @@ from dcp_nvcomp.format.metadata.allowed_globals import (
     PickledList,
     TrustedCall,
 )
+from dcp_nvcomp.format.metadata.row_reader import rows_at
 
 MAX_MARKS: Final = 64
 # Opcodes from one look at the memory to the next, each of which may make an object of a hundred bytes or so. A look
@@ -182,8 +183,17 @@ def _run(data: bytes, find: Callable[[object, object], Global], end: int, most_n
                 if len(marks) >= MAX_MARKS:
                     raise UnsafeMetadataError(f"The pickle nests more than {MAX_MARKS} containers.")
                 marks.append(stack)
+                is_dict = bool(stack) and type(stack[-1]) is PickledDict
                 stack = []
                 push, pop = stack.append, stack.pop
+                # a row begins so; each of them would be thirty turns of this loop
+                if is_dict and data[pos] == binget and data[pos + 2] == empty_tuple:
+                    found = rows_at(data, pos, end, memo)
+                    if found is not None:
+                        rows, pos = found
+                        long_nbytes += rows.nbytes
+                        push(rows)
+                        push(None)
             elif opcode in extensions:
                 items = stack
                 moved += len(items)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import enum
+import io
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,14 +36,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_nvcomp.format.metadata.summary import SUMMARY_ATTRIBUTE, Summary, with_trailer
+from dcp_nvcomp.format.metadata.summary import SUMMARY_ATTRIBUTE, Summary, trailer_of
 
 Ints = npt.NDArray[np.int64]
 _RowPart = bytes | tuple[str, str]  # what is the same in all rows, or a field: its name and numpy's code for it
 
 _SHARED: Final = "dcp_nvcomp_shared"
 _MODULE: Final = Metadata.__module__
-_BATCH: Final = 1 << 16  # rows between two marks
+_BATCH: Final = 1 << 16  # rows between two marks, about
 _SAMPLED_SHARDS: Final = 2
 _BYTE, _WORD, _INT = 1 << 8, 1 << 16, 1 << 31
 _SLOT: Final = np.dtype([("opcode", "S1"), ("slot", "<u4")])  # LONG_BINGET
@@ -67,8 +68,8 @@ class MetadataArrays:
     hints: Sequence[Ints]  # of each key: the places of its shards in DCP's list of them
     planner_data: Mapping[str, Any] | None
     files: Sequence[tuple[str, int, int, int]]
-    file_numbers: Ints  # of each shard, in `files`
-    records: Ints  # of each shard
+    file_numbers: npt.NDArray[Any]  # of each shard, in `files`
+    records: npt.NDArray[Any]  # of each shard
     storage_meta: StorageMeta
     version: str | None
 
@@ -175,7 +176,7 @@ def serialize_arrays(metadata: MetadataArrays, summary: Summary | None = None) -
         out.value(SUMMARY_ATTRIBUTE)
         out.value(text)
     out.put(b"ub.")
-    return with_trailer(out.taken())
+    return out.taken()
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,31 +210,39 @@ def _put_places(
     key_slots: npt.NDArray[np.uint32],
     files: npt.NDArray[np.uint32],
 ) -> None:
-    counts = [len(hints) for hints in metadata.hints]
-    is_object = np.repeat(np.array([tensor is None for tensor in metadata.tensors], np.bool_), counts)
-    offsets = [np.zeros(1, np.uint32) if tensor is None else shared[id(tensor)].offsets for tensor in metadata.tensors]
-    columns = {
-        "fqn": np.repeat(key_slots, counts),
-        "index": np.concatenate([np.zeros(0, np.int64), *metadata.hints]),
-        "offset": np.concatenate([np.zeros(0, np.uint32), *offsets]),
-        "file": files[metadata.file_numbers],
-        "record": metadata.records,
-    }
-    begin: list[_RowPart] = [out.slot_of(MetadataIndex) + b")\x81}(" + out.text_of("fqn") + b"j", ("fqn", "<u4")]
-    hint: list[_RowPart] = [*_number("index", columns["index"]), out.text_of("offset") + b"j", ("offset", "<u4")]
-    end: list[_RowPart] = [b"ubj", ("file", "<u4"), *_number("record", columns["record"]), b"\x86"]
-    of_tensors = [*begin, out.text_of("index"), *hint, *end]
-    of_objects = [*begin, out.text_of("index") + b"N", *end]
-    for template, chosen in ((of_tensors, ~is_object), (of_objects, is_object)):
-        rows = _filled(template, {name: column[chosen] for name, column in columns.items()})
-        for at in range(0, len(rows), _BATCH):
-            out.put(b"(" + rows[at : at + _BATCH].tobytes() + b"u")
+    """Put the rows, of so many keys at a time that they take little memory beside what is written."""
+    begin_row: list[_RowPart] = [out.slot_of(MetadataIndex) + b")\x81}(" + out.text_of("fqn") + b"j", ("fqn", "<u4")]
+    hint = _number("index", max(map(len, metadata.hints), default=0))
+    of_offset: list[_RowPart] = [*hint, out.text_of("offset") + b"j", ("offset", "<u4")]
+    record = _number("record", int(metadata.records.max(initial=0)))
+    end_row: list[_RowPart] = [b"ubj", ("file", "<u4"), *record, b"\x86"]
+    of_tensors = [*begin_row, out.text_of("index"), *of_offset, *end_row]
+    of_objects = [*begin_row, out.text_of("index") + b"N", *end_row]
+    starts = np.concatenate([[0], np.cumsum([len(hints) for hints in metadata.hints])]).astype(np.int64)
+    begin = 0
+    while begin < len(metadata.keys):
+        end = max(begin + 1, int(np.searchsorted(starts, starts[begin] + _BATCH, side="right")) - 1)
+        tensors, hints = metadata.tensors[begin:end], metadata.hints[begin:end]
+        shards, counts = slice(starts[begin], starts[end]), np.diff(starts[begin : end + 1])
+        is_object = np.repeat(np.array([tensor is None for tensor in tensors], np.bool_), counts)
+        none = np.zeros(1, np.uint32)
+        columns = {
+            "fqn": np.repeat(key_slots[begin:end], counts),
+            "index": np.concatenate(hints),
+            "offset": np.concatenate([none if tensor is None else shared[id(tensor)].offsets for tensor in tensors]),
+            "file": files[metadata.file_numbers[shards]],
+            "record": metadata.records[shards],
+        }
+        for template, chosen in ((of_tensors, ~is_object), (of_objects, is_object)):
+            rows = _filled(template, {name: column[chosen] for name, column in columns.items()})
+            if len(rows):
+                out.put(b"(" + rows.tobytes() + b"u")
+        begin = end
 
 
-def _number(name: str, values: Ints) -> tuple[bytes, tuple[str, str]]:
+def _number(name: str, most: int) -> tuple[bytes, tuple[str, str]]:
     """Return the opcode for numbers of a row, and the field that follows it."""
-    most = int(values.max(initial=0))
-    assert int(values.min(initial=0)) >= 0 and most < _INT
+    assert 0 <= most < _INT
     return (b"M", (name, "<u2")) if most < _WORD else (b"J", (name, "<i4"))
 
 
@@ -252,15 +261,19 @@ class _Pickle:
     """Opcodes of a pickle. Texts, sizes and names that were put are named by their memo slots after that."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._file = io.BytesIO()
         self._slots: dict[Any, int] = {}
         self._count = 0
 
     def put(self, data: bytes) -> None:
-        self._parts.append(data)
+        self._file.write(data)
 
     def taken(self) -> bytes:
-        return b"".join(self._parts)
+        """Return all of it, followed by its CRC."""
+        with self._file.getbuffer() as data:
+            trailer = trailer_of(data)
+        self.put(trailer)
+        return self._file.getvalue()  # without a copy
 
     def memoized(self) -> int:
         """Give what was put last a slot."""

@@ -115,7 +115,12 @@ def summary_at_end(data: bytes) -> Summary | None:
 
 def with_trailer(data: bytes) -> bytes:
     """Return a pickle followed by its CRC."""
-    return b"".join([data, _TRAILER.pack(crc32c(data), _MAGIC)])
+    return b"".join([data, trailer_of(data)])
+
+
+def trailer_of(data: bytes | memoryview) -> bytes:
+    """Return the CRC of a pickle as it follows it."""
+    return _TRAILER.pack(crc32c(data), _MAGIC)
 
 
 def has_trailer(data: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -38,6 +39,8 @@ from dcp_nvcomp.format.metadata.allowed_globals import (
     shown,
     size_of,
 )
+from dcp_nvcomp.format.metadata.places import ShardPlaces
+from dcp_nvcomp.format.metadata.row_reader import PickledRows, joined
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
 from dcp_nvcomp.format.metadata.values import ValueReader, check_hashes, pairs_of
 from dcp_nvcomp.storage.base import check_relative_path
@@ -174,8 +177,18 @@ class MetadataReader:
 
     # ---- storage_data and storage_meta
 
-    def _storage_data(self, node: object) -> dict[MetadataIndex, Any]:
+    def _storage_data(self, node: object) -> Mapping[MetadataIndex, Any]:
         pairs = pairs_of(node, "storage_data")
+        rows = [key for key in pairs[::2] if type(key) is PickledRows]
+        if not rows:
+            return self._single_places(pairs)
+        pairs = PickledDict(
+            part for at in range(0, len(pairs), 2) if type(pairs[at]) is not PickledRows for part in pairs[at : at + 2]
+        )
+        fqns, offsets, files, columns = joined(rows)
+        return ShardPlaces(fqns, offsets, [self._file(file) for file in files], columns, self._single_places(pairs))
+
+    def _single_places(self, pairs: PickledDict) -> dict[MetadataIndex, Any]:
         indices = [self._index(key) for key in pairs[::2]]
         check_hashes([hash((index.fqn, index.offset)) for index in indices])
         storage: dict[MetadataIndex, Any] = {}

@@ -77,6 +77,7 @@ class Staging:
         is_waited_for: bool = False,
     ) -> None:
         self.within_seconds: float | None = None
+        self.place = ""  # where the save goes, wherever the process moves to meanwhile
         self._copied = copied
         self._on_devices = on_devices
         self._is_copied = False

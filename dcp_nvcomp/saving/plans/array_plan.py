@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_nvcomp.format.metadata.paths import merged_paths
@@ -18,9 +19,10 @@ from dcp_nvcomp.format.metadata.publishable import arrays_to_publish
 from dcp_nvcomp.format.metadata.rows import MetadataArrays, TensorShards, unfolded
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan, PlacedItems, PlannedMetadata
-from dcp_nvcomp.saving.plans.layouts import Ints
 from dcp_nvcomp.saving.plans.shared_plan import SharedPlan, properties_of
 from dcp_nvcomp.saving.plans.structure import OBJECTS, PLAIN
+
+Placed: TypeAlias = tuple[list[Any], npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
 
 _SHARDS_OF_AN_ITEM = 16  # in memory: a few numbers each
 
@@ -59,11 +61,11 @@ class ArrayPlan(GlobalPlan):
     def metadata(self) -> PlannedMetadata:
         return _MetadataOfArrays(self)
 
-    def placed(self, ranks: Sequence[PlacedItems]) -> tuple[list[Any], Ints, Ints]:
+    def placed(self, ranks: Sequence[PlacedItems]) -> Placed:
         """Return all files, and of each shard the number of its file and of its record, in the metadata's order."""
         plan, begin = self.plan, 0
         order, files = plan.plan_order(), list[Any]()
-        file_numbers, records = np.empty(plan.shard_count, np.int64), np.empty(plan.shard_count, np.int64)
+        file_numbers, records = np.empty(plan.shard_count, np.uint32), np.empty(plan.shard_count, np.uint32)
         for placed in ranks:
             end = begin + len(placed.positions)
             own = order[begin:end][np.frombuffer(placed.positions, f"u{placed.positions.itemsize}")]
@@ -77,16 +79,14 @@ class ArrayPlan(GlobalPlan):
             file_numbers, records = file_numbers[ordered], records[ordered]
         return files, file_numbers, records
 
-    def arrays(
-        self, placed: tuple[list[Any], Ints, Ints], storage_meta: StorageMeta, version: str | None
-    ) -> MetadataArrays:
+    def arrays(self, placed: Placed, storage_meta: StorageMeta, version: str | None) -> MetadataArrays:
         return MetadataArrays(self._keys, self._tensors, self._hints, self.planner_data, *placed, storage_meta, version)
 
 
 class _MetadataOfArrays(PlannedMetadata):
     def __init__(self, plan: ArrayPlan) -> None:
         self._plan = plan
-        self._placed: tuple[list[Any], Ints, Ints] | None = None
+        self._placed: Placed | None = None
         self.storage_meta = None
 
     @property

@@ -138,12 +138,16 @@ class KeepingPlanner(SavePlanner):
             if (parts_of != parts_of[0]).any():
                 self._check_places(shared)
             # made on each rank, as making it checks what the ranks' names come to
-            everyones = ArrayPlan(shared, list(self._flat_state), has_paths=self._paths is not None)
+            order = list(self._flat_state if self._paths is None else self._paths)
+            everyones = ArrayPlan(shared, order, has_paths=self._paths is not None)
             final = shared.save_plan(rank)
         except (IrregularError, ConfigurationError):  # on all ranks alike
             return
         except Exception as error:  # the other ranks have a plan
-            self._failure = CheckpointError(f"This rank could not plan: {type(error).__name__}: {error}")
+            where = f"rank {self._key.ranks[rank]}" if self._key.ranks else "this process"
+            self._failure = CheckpointError(
+                f"The save could not be planned on {where}: {type(error).__name__}: {error}"
+            )
             self._failure.__cause__ = error
             return
         self._kept = KeptPlan(

@@ -58,7 +58,8 @@ class SharedPlan:
 
     def plan_order(self) -> Ints:
         """All shards, rank after rank, those of each in the order of its plan."""
-        return np.argsort(np.concatenate([np.zeros(0, np.int64), *self.owners]), kind="stable")
+        owners = [np.zeros(0, np.int32), *(owners.astype(np.int32) for owners in self.owners)]
+        return np.argsort(np.concatenate(owners), kind="stable")
 
     def save_plan(self, rank: int) -> SavePlan:
         """Return the final plan of a rank."""

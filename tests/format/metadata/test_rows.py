@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
-from dcp_nvcomp.errors import MetadataError
+from dcp_nvcomp.errors import CheckpointError, MetadataError, UnsafeMetadataError
+from dcp_nvcomp.format.metadata import pickle_machine, row_reader
+from dcp_nvcomp.format.metadata.places import ShardPlaces
 from dcp_nvcomp.format.metadata.publishable import arrays_to_publish
 from dcp_nvcomp.format.metadata.rows import MetadataArrays, TensorShards, sample_of, serialize_arrays, unfolded
 from dcp_nvcomp.format.metadata.serialization import parse_metadata, serialize_metadata
-from dcp_nvcomp.format.metadata.summary import Summary, summary_at_end
+from dcp_nvcomp.format.metadata.summary import Summary, summary_at_end, with_trailer
 from tests.effort import examples
 
 
@@ -171,3 +173,103 @@ def test_what_is_too_small_for_its_paths_is_written_as_objects() -> None:
 def test_objects_have_no_offset() -> None:
     found = pickle.loads(serialize_arrays(arrays({"step": None})))
     assert [vars(index) for index in found.storage_data] == [vars(MetadataIndex("step"))]
+
+
+# --- rows that are read all at once ----------------------------------------------------------------------------------
+
+
+def as_columns(data: bytes) -> Any:
+    return parse_metadata(data, path="here")
+
+
+def one_by_one(data: bytes) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pickle_machine, "rows_at", lambda *_: None)
+        return parse_metadata(data, path="here")
+
+
+def with_crc(data: bytes) -> bytes:
+    return with_trailer(data[:-12])
+
+
+def some_rows() -> bytes:
+    one, other = sharded(20), sharded(40, torch.bfloat16)
+    return serialize_arrays(arrays({"a": one, "b": None, "c": one, "d": other, **{f"o{n}": None for n in range(20)}}))
+
+
+def test_rows_are_columns_until_a_shard_is_asked_for() -> None:
+    data = some_rows()
+    found, expected = as_columns(data).storage_data, one_by_one(data).storage_data
+    assert type(found) is ShardPlaces and type(expected) is dict
+    assert found == expected and len(found) == len(expected) == 101
+    assert list(found.items()) == list(expected.items()) and list(found.values()) == list(expected.values())
+    assert [index.index for index in found] == [index.index for index in expected]
+    for index, place in expected.items():
+        assert found[index] == place and type(found[index]) is type(place)
+    for index in (MetadataIndex("z"), MetadataIndex("a", [1, 0]), MetadataIndex("a"), MetadataIndex("b", [0, 0])):
+        assert index not in found and found.get(index) is None
+        with pytest.raises(KeyError):
+            found[index]
+    assert type(pickle.loads(pickle.dumps(found))) is dict and pickle.loads(pickle.dumps(found)) == expected
+
+
+def test_few_rows_are_read_one_by_one() -> None:
+    assert type(as_columns(serialize_arrays(arrays({"a": sharded(15)}))).storage_data) is dict
+    assert type(as_columns(serialize_arrays(arrays({"a": sharded(16)}))).storage_data) is ShardPlaces
+
+
+@pytest.mark.parametrize("wide", [0, 70_000])
+def test_rows_that_repeat_a_shard_are_refused(wide: int) -> None:
+    one = sharded(20)
+    made = arrays({"a": one, "b": one}, records=np.arange(40) + wide)
+    repeated = dataclasses.replace(made, keys=["a", "a"])
+    with pytest.raises(MetadataError, match="key twice"):
+        as_columns(serialize_arrays(repeated))
+    with pytest.raises(MetadataError, match="key twice"):
+        one_by_one(serialize_arrays(repeated))
+
+
+def test_offsets_that_collide_are_refused() -> None:
+    """Sizes hash alike in each process, and a dict of such ones is quadratic."""
+    found = row_reader.PickledRows()
+    same = [torch.Size([number]) for number in range(200)]
+    found.values = {"fqn": ["w"], "offset": same, "file": [("f", 1, 1, 1)]}
+    zeros = np.zeros(200, np.int64)
+    found.numbers = {"fqn": zeros, "offset": np.arange(200), "file": zeros, "index": zeros, "record": zeros}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_reader, "hash", lambda value: 1, raising=False)
+        with pytest.raises(UnsafeMetadataError, match="collide"):
+            row_reader.joined([found])
+
+
+def outcome(read: Any, data: bytes) -> Any:
+    try:
+        found = read(data)
+    except CheckpointError as error:
+        return type(error).__name__
+    hints = {index: index.index for index in found.storage_data}
+    return found.state_dict_metadata, dict(found.storage_data.items()), hints
+
+
+@given(st.data())
+@settings(max_examples=examples(3000))
+def test_hostile_rows_are_what_the_machine_makes_of_them(data: st.DataObject) -> None:
+    """Any bytes changed, moved or cut out: columns say what opcode after opcode says, or both refuse."""
+    good = some_rows()
+    begin = good.index(b"storage_data")
+    changed = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(begin, len(changed) - 13))
+        kind = data.draw(st.sampled_from(["flip", "cut", "repeat", "slot"]))
+        if kind == "flip":
+            changed[at] = data.draw(st.integers(0, 255))
+        elif kind == "cut":
+            del changed[at : at + data.draw(st.integers(1, 40))]
+        elif kind == "slot":
+            changed[at : at + 4] = data.draw(st.integers(0, 300)).to_bytes(4, "little")
+        else:
+            changed[at:at] = changed[at : at + data.draw(st.integers(1, 40))]
+        if len(changed) - 13 <= begin:
+            return
+    hostile = with_crc(bytes(changed))
+    assert outcome(as_columns, hostile) == outcome(one_by_one, hostile)

@@ -143,11 +143,12 @@ def test_a_relative_path_leads_where_it_did_when_the_save_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: BackgroundProcess
 ) -> None:
     (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    saving = begin(small_state(), "step")
-    monkeypatch.chdir(tmp_path)
-    finish(saving)
-    assert_loads(tmp_path / "here" / "step", small_state())
+    for number in range(2):  # the state of a second save is copied before its part with DCP begins, too
+        monkeypatch.chdir(tmp_path / "here")
+        saving = begin(small_state(number), "step")
+        monkeypatch.chdir(tmp_path)
+        finish(saving)
+        assert_loads(tmp_path / "here" / "step", small_state(number))
     assert not (tmp_path / "step").exists()
 
 
