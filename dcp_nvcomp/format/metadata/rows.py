@@ -97,7 +97,7 @@ def unfolded(metadata: MetadataArrays) -> Metadata:
 
 
 def sample_of(metadata: MetadataArrays) -> MetadataArrays:
-    """Return metadata with few of the keys and shards, which a reader refuses if it refuses the whole."""
+    """Return metadata with few of the keys and shards, which a reader refuses if it refuses the whole but for paths."""
     numbers: dict[Any, int] = {}
     for number, tensor in enumerate(metadata.tensors):
         numbers.setdefault(id(tensor), number)
@@ -116,6 +116,7 @@ def sample_of(metadata: MetadataArrays) -> MetadataArrays:
         keys=[metadata.keys[number] for number in chosen],
         tensors=tensors,
         hints=hints,
+        planner_data=None,
         file_numbers=np.arange(count) % max(len(metadata.files), 1),
         records=np.zeros(count, np.int64),
     )

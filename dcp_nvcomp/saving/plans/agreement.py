@@ -42,7 +42,7 @@ class Proposal:
             kept_id,
             may_keep,
             tuple(part.digest for part in parts),
-            tuple(len(part.packed) for part in parts),
+            tuple(part.nbytes for part in parts),
             () if described is None else described.places,
         )
 

@@ -126,12 +126,21 @@ class Part:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     @cached_property
-    def digest(self) -> bytes:
+    def _text(self) -> bytes:
         """What is equal for equal parts; pickles need not be, which have what is one object once."""
-        values = repr(
-            [list(value.items()) if isinstance(value, dict) else value for value in self.__getstate__().values()]
+        values = self.__getstate__().values()
+        return repr([list(value.items()) if isinstance(value, dict) else value for value in values]).encode(
+            errors="surrogatepass"
         )
-        return hashlib.blake2b(values.encode(errors="surrogatepass"), digest_size=16).digest()
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self._text, digest_size=16).digest()
+
+    @property
+    def nbytes(self) -> int:
+        """About the most that it takes when it is sent."""
+        return len(self._text)
 
 
 @dataclass(frozen=True)
