@@ -9,6 +9,7 @@ crosses the group: as DCP does it, with plans that the ranks compute, and with p
 from __future__ import annotations
 
 import dataclasses
+import gc
 import pickle
 import shutil
 import time
@@ -31,6 +32,7 @@ from benchmarks.planning import plan_of, results_of
 from benchmarks.processes import Ranks, watch
 from benchmarks.results import Report
 from dcp_nvcomp import NvcompWriter, save
+from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_name
 from dcp_nvcomp.saving.plans.agreement import Proposal
 from dcp_nvcomp.saving.plans.array_plan import ArrayPlan
@@ -147,6 +149,7 @@ CASES = (Case(512, 1_000, by_dcp=True), Case(4_096, 1_000, 64), Case(10_000, 2_0
 QUICK_CASES = (Case(8, 20, by_dcp=True), Case(8, 20, 2))
 # What a coordinator takes at its peak for each shard, with room; cases that memory does not hold are left out.
 _SHARD_NBYTES = 200
+_MOST_READ = 1 << 20  # shards: pickle makes objects of a kilobyte of each
 
 
 def _simulated(report: Report) -> None:
@@ -165,6 +168,8 @@ def _simulated(report: Report) -> None:
         to=("to it, MB", ".1f"),
         back=("to each rank, MB", ".2f"),
         metadata=(".metadata, bytes a shard", ".1f"),
+        read=("safe read of it, s", ".2f"),
+        read_factor=("x pickle.loads", ".2f"),
     )
     rows: dict[Case, dict[str, Any]] = {}
     for case in QUICK_CASES if settings.quick else CASES:
@@ -189,6 +194,8 @@ def _simulated(report: Report) -> None:
         report.at_most(f"planning on a rank, {case}, s", found["rank"], _MOST[case][2])
         report.at_most(f"memory of a rank, {case}, MB", found["rank_nbytes"], _MOST[case][3])
         report.at_most(f".metadata, {case}, bytes a shard", found["metadata"], _MOST[case][4])
+        if found["read_factor"] is not None:
+            report.at_most(f"safe read of .metadata over pickle.loads, {case}", found["read_factor"].median, 1.0)
 
 
 # coordinator's seconds and MB, a rank's, bytes a shard
@@ -225,6 +232,8 @@ def _by_dcp(case: Case, directory: str, way: str) -> Generator[str, None, dict[s
         "to": (sum(map(len, arrived)) + sum(map(len, reports))) / 1e6,
         "back": (sum(map(len, sent)) / case.ranks + len(told)) / 1e6,
         "metadata": _metadata_nbytes(directory) / (case.ranks * case.tensors),
+        "read": None,
+        "read_factor": None,
     }
 
 
@@ -264,13 +273,17 @@ def _computed(case: Case, directory: str, way: str) -> Generator[str, None, dict
     committed = time.perf_counter()
     yield ""
     told = len(pickle.dumps(metadata))
+    shards = everyones.plan.shard_count
+    read = _reads(directory) if way == "first save" and shards <= _MOST_READ else {"safe": None, "factor": None}
     return {
         "rank": rank_seconds if way == "first save" else None,
         "plan": planned - start,
         "commit": committed - planned,
         "to": (said + empty + sum(map(len, reports))) / 1e6,
         "back": (said + empty / case.ranks + told) / 1e6,  # the proposals of all
-        "metadata": _metadata_nbytes(directory) / everyones.plan.shard_count,
+        "metadata": _metadata_nbytes(directory) / shards,
+        "read": read["safe"],
+        "read_factor": read["factor"],
     }
 
 
@@ -292,6 +305,23 @@ def _described(case: Case) -> Described:
         Part(objects, (), (), (), paths[2], {}, ()),
     )
     return Described(parts, ())
+
+
+def _reads(directory: str) -> dict[str, Spread]:
+    """Seconds to read `.metadata` safely, and these over those of pickle, in turn."""
+    data = (Path(directory) / METADATA_NAME).read_bytes()
+    seconds: dict[str, list[float]] = {"safe": [], "pickle": []}
+    for _ in range(3):
+        for name, read in (
+            ("safe", lambda: parse_metadata(data, path=directory)),
+            ("pickle", lambda: pickle.loads(data)),
+        ):
+            gc.collect()
+            start = time.perf_counter()
+            read()
+            seconds[name].append(time.perf_counter() - start)
+    safe, stock = (Spread(tuple(values)) for values in seconds.values())
+    return {"safe": safe, "factor": paired(safe, stock)}
 
 
 def _metadata_nbytes(directory: str) -> int:

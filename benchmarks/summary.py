@@ -122,11 +122,11 @@ FINDINGS = (
         "performance/resharding.md",
     ),
     Finding(
-        "planning and commit of a later save beside the first",
+        "planning and commit of a first save beside `dcp.save`",
         "plans",
-        "later planning and commit over the first's",
+        "first planning and commit over dcp.save's",
         _OF,
-        f"{_SCALE}#plans-that-are-kept",
+        f"{_SCALE}#plans-that-the-ranks-compute",
     ),
     Finding(
         "host memory beside its budget, the worst of all",

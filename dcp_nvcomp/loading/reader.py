@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -91,7 +91,7 @@ class NvcompReader(StorageReader):
         load_id: the id of this load; `reset` draws another one.
         load_options: the options, as load jobs take them.
         last_load: the `LoadStats` of the last load of this rank; None before the first, and while one is under way.
-        storage_data: where each shard of the checkpoint is stored, from `set_up_storage_reader` on.
+        storage_data: where each shard of the checkpoint is stored, from `set_up_storage_reader` on; not to be changed.
 
     Raises:
         ConfigurationError: an option is unknown or has an invalid value.
@@ -144,7 +144,7 @@ class NvcompReader(StorageReader):
         self.last_load: LoadStats | None = None
         self._rank = 0
         self.load_id = uuid.uuid4().hex
-        self.storage_data: dict[MetadataIndex, Any] = {}
+        self.storage_data: Mapping[MetadataIndex, Any] = {}
         self._state_dict_metadata: dict[str, Any] = {}
         self._rank_parts: dict[int, Metadata] = {}
         self._failure: Exception | None = None

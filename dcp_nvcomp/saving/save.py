@@ -37,7 +37,6 @@ from dcp_nvcomp.saving.asynchronous.device_copies import DeviceCopies
 from dcp_nvcomp.saving.asynchronous.shared_memory import is_available
 from dcp_nvcomp.saving.asynchronous.staging import CopiedWrite, Staging
 from dcp_nvcomp.saving.plans.differences import OnDifference
-from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.stats import SaveStats
@@ -162,7 +161,7 @@ def run_save(
         failed = error_of_ranks(error, group)
     if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
         raise failed
-    return metadata.plain() if isinstance(metadata, PlannedMetadata) else metadata
+    return metadata
 
 
 logger = logging.getLogger(__name__)

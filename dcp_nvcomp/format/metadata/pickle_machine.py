@@ -187,11 +187,14 @@ def _run(data: bytes, find: Callable[[object, object], Global], end: int, most_n
                 stack = []
                 push, pop = stack.append, stack.pop
                 # a row begins so; each of them would be thirty turns of this loop
-                if is_dict and data[pos] == binget and data[pos + 2] == empty_tuple:
-                    found = rows_at(data, pos, end, memo)
+                if is_dict and data[pos] == binget and data[pos + 2] == empty_tuple and len(marks) < MAX_MARKS:
+                    found = rows_at(data, pos, end, memo, budget // 3)  # each makes three containers
                     if found is not None:
                         rows, pos = found
+                        budget -= 3 * len(rows)
                         long_nbytes += rows.nbytes
+                        if long_nbytes > most_nbytes:
+                            raise _too_much(most_nbytes)
                         push(rows)
                         push(None)
             elif opcode in extensions:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ _Numbers = npt.NDArray[np.int64]
 
 
 class ShardPlaces(Mapping[MetadataIndex, Any]):
-    """What a dict of `StoredAt` by index says, made for each shard when it is asked for."""
+    """What a dict of `StoredAt` by index says, made for each shard when it is asked for; read-only."""
 
     def __init__(
         self,
@@ -52,6 +52,8 @@ class ShardPlaces(Mapping[MetadataIndex, Any]):
             raise MetadataError("storage_data has a key twice.")
 
     def _at(self, index: MetadataIndex) -> int | None:
+        if not isinstance(index, MetadataIndex):
+            return None
         name, offset = self._name_numbers.get(index.fqn), self._offset_numbers.get(index.offset)
         if name is None or offset is None:
             return None
@@ -77,15 +79,34 @@ class ShardPlaces(Mapping[MetadataIndex, Any]):
             yield MetadataIndex(fqns[name], offsets[offset], None if hint < 0 else hint)
         yield from self._others
 
-    def items(self) -> Any:
-        """Return pairs of index and place, without looking each of them up."""
-        return zip(self, self.values(), strict=True)
+    def items(self) -> ItemsView[MetadataIndex, Any]:
+        """Return the pairs of index and place."""
+        return _Items(self)
 
-    def values(self) -> Any:
+    def values(self) -> ValuesView[Any]:
         """Return the places."""
+        return _Values(self)
+
+    def places(self) -> Iterator[Any]:
         for file, record in zip(self._file.tolist(), self._record.tolist(), strict=True):
             yield StoredAt(self._files[file], record)
         yield from self._others.values()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (list(self.items()),)
+
+
+class _Items(ItemsView[MetadataIndex, Any]):
+    """Pairs that are not looked up one by one."""
+
+    _mapping: ShardPlaces
+
+    def __iter__(self) -> Iterator[tuple[MetadataIndex, Any]]:
+        return zip(self._mapping, self._mapping.places(), strict=True)
+
+
+class _Values(ValuesView[Any]):
+    _mapping: ShardPlaces
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._mapping.places()

@@ -185,8 +185,9 @@ class MetadataReader:
         pairs = PickledDict(
             part for at in range(0, len(pairs), 2) if type(pairs[at]) is not PickledRows for part in pairs[at : at + 2]
         )
-        fqns, offsets, files, columns = joined(rows)
-        return ShardPlaces(fqns, offsets, [self._file(file) for file in files], columns, self._single_places(pairs))
+        found = joined(rows)
+        files = [self._file(file) for file in found.files]
+        return ShardPlaces(found.fqns, found.offsets, files, found.columns, self._single_places(pairs))
 
     def _single_places(self, pairs: PickledDict) -> dict[MetadataIndex, Any]:
         indices = [self._index(key) for key in pairs[::2]]

@@ -26,6 +26,7 @@ from dcp_nvcomp.saving.asynchronous.segments import SegmentStores, StagingBudget
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments, can_copy, copied, resolver, room_nbytes
 from dcp_nvcomp.saving.data_files import planned_nbytes
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.rank_save import RankSave, Resolve, Written
 from dcp_nvcomp.saving.stats import RankTotals
 
@@ -40,11 +41,19 @@ class UploadFuture(Future[Metadata]):
     def __init__(self) -> None:
         super().__init__()
         self.was_looked_at = False
+        self._plain: Metadata | None = None
+        self._unfolding = threading.Lock()
         self.set_running_or_notify_cancel()  # from now on it can't be cancelled
 
     def result(self, timeout: float | None = None) -> Metadata:
         self._look(timeout)
-        return super().result()
+        metadata = super().result()
+        if not isinstance(metadata, PlannedMetadata):
+            return metadata
+        with self._unfolding:  # not before: of many shards it takes seconds
+            if self._plain is None:
+                self._plain = metadata.plain()
+            return self._plain
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._look(timeout)

@@ -23,7 +23,7 @@ from dcp_nvcomp.saving.plans.layouts import Ints
 from dcp_nvcomp.saving.plans.structure import Described, Part, Place
 
 _MOST_BROADCASTS: Final = 64
-_MOST_GATHERED_NBYTES: Final = 64 << 20  # by each rank
+_MOST_NBYTES: Final = 64 << 20  # of variants of a part, on each rank
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Proposal:
     kept_id: str | None  # of the plan that it keeps for its state
     may_keep: bool
     digests: tuple[bytes, ...] = ()  # of the parts of its state; none if that can't be described
-    nbytes: tuple[int, ...] = ()  # what each part takes when it is sent
+    nbytes: tuple[int, ...] = ()  # what each part takes, about
     places: tuple[Place, ...] = ()
     fresh_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -89,12 +89,11 @@ def gather_parts(
             parts.append(own)
             continue
         assert group is not None
-        sent: list[bytes]
+        if max(proposal.nbytes[column] for proposal in proposals) * len(holders) > _MOST_NBYTES:
+            return None
         with together(group):
             if len(holders) <= _MOST_BROADCASTS:
                 sent = [_broadcast(own.packed, rank, group) for rank in holders.values()]
-            elif max(proposal.nbytes[column] for proposal in proposals) * len(proposals) > _MOST_GATHERED_NBYTES:
-                return None
             else:
                 everyones: list[bytes] = [b""] * len(proposals)
                 dist.all_gather_object(everyones, own.packed, group=group)

@@ -1,12 +1,11 @@
 """The plan that the ranks have computed, on their coordinator: its metadata is made of arrays.
 
-A million shards are a dozen arrays and a few hundred layouts. DCP's metadata, an object for each shard, is made when it
-is first looked at.
+A million shards are a dozen arrays and a few hundred layouts. DCP's metadata, an object for each shard, is made when
+it is asked for (`plain`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -18,9 +17,10 @@ from dcp_nvcomp.format.metadata.paths import merged_paths
 from dcp_nvcomp.format.metadata.publishable import arrays_to_publish
 from dcp_nvcomp.format.metadata.rows import MetadataArrays, TensorShards, unfolded
 from dcp_nvcomp.format.metadata.summary import Summary
+from dcp_nvcomp.saving.plans.differences import place_words
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan, PlacedItems, PlannedMetadata
+from dcp_nvcomp.saving.plans.layouts import IrregularError
 from dcp_nvcomp.saving.plans.shared_plan import SharedPlan, properties_of
-from dcp_nvcomp.saving.plans.structure import OBJECTS, PLAIN
 
 Placed: TypeAlias = tuple[list[Any], npt.NDArray[np.uint32], npt.NDArray[np.uint32]]
 
@@ -29,12 +29,16 @@ _SHARDS_OF_AN_ITEM = 16  # in memory: a few numbers each
 
 class ArrayPlan(GlobalPlan):
     def __init__(self, plan: SharedPlan, order: Sequence[str], *, has_paths: bool) -> None:
-        """Take a plan, with the keys of the coordinator's state in their order: so they come in the metadata."""
-        self.plan, self.places = plan, ""
+        """Take a plan, with the keys of the coordinator's state in their order: so they come in the metadata.
+
+        Raises:
+            ConfigurationError: ranks have different keys that look alike in `.metadata`.
+            IrregularError: ranks have a container and a value in the same place.
+        """
+        self.plan, self.place_warning = plan, ""
+        _check_places(plan)
         self.is_settled = False  # True once metadata was published that a load can read
-        self.compared_keys = [
-            (plan.parts[parts[PLAIN]].keys, plan.parts[parts[OBJECTS]].keys) for parts in plan.parts_of
-        ]
+        self.compared_keys = [plan.compared_keys(rank) for rank in range(plan.rank_count)]
         numbers = {key: number for number, key in enumerate(plan.keys)}
         self._order = list(dict.fromkeys([*(numbers[key] for key in order), *range(len(plan.keys))]))
         self._keys = [plan.keys[key] for key in self._order]
@@ -52,7 +56,7 @@ class ArrayPlan(GlobalPlan):
 
     @property
     def item_count(self) -> int:
-        return self.plan.shard_count // _SHARDS_OF_AN_ITEM
+        return self.plan.shard_count // _SHARDS_OF_AN_ITEM + sum(len(part.keys) for part in self.plan.parts)
 
     @property
     def key_count(self) -> int:
@@ -113,28 +117,12 @@ class _MetadataOfArrays(PlannedMetadata):
         return f"<metadata of {self.key_count} keys>"
 
     def plain(self) -> Metadata:
-        return _Unfolded(self.arrays())
+        return unfolded(self.arrays())
 
 
-class _Unfolded(Metadata):
-    """DCP's metadata, made when it is first looked at."""
-
-    def __init__(self, arrays: MetadataArrays) -> None:
-        self._arrays = arrays
-        self.storage_meta, self.version = arrays.storage_meta, arrays.version
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in _LATE and name not in object.__getattribute__(self, "__dict__"):
-            made = unfolded(self._arrays)
-            self.__dict__ |= {late: getattr(made, late) for late in _LATE}
-        return super().__getattribute__(name)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Metadata) and all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Metadata, tuple(getattr(self, name) for name in _FIELDS)
-
-
-_FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
-_LATE = ("state_dict_metadata", "planner_data", "storage_data")
+def _check_places(plan: SharedPlan) -> None:
+    if (plan.parts_of == plan.parts_of[0]).all():  # one nested state had them all
+        return
+    first = [int((plan.parts_of == number).any(1).argmax()) for number in range(len(plan.parts))]
+    if place_words([part.paths for part in plan.parts], [part.empty for part in plan.parts], first):
+        raise IrregularError("Ranks have a container and a value in the same place.")

@@ -37,7 +37,8 @@ def balanced(plans: Sequence[SavePlan]) -> list[SavePlan]:
             else:
                 costs.setdefault(key, _cost_nbytes(item))
     owners: dict[_Key, int] = {}
-    for key, cost in sorted(costs.items(), key=lambda one: -one[1]):
+    numbers = {fqn: number for number, fqn in enumerate(dict.fromkeys(fqn for fqn, _ in ranks_of))}
+    for key, cost in sorted(costs.items(), key=lambda one: (-one[1], numbers[one[0][0]])):
         owner = owners[key] = min(ranks_of[key], key=lambda rank: (loads[rank], rank))
         loads[owner] += cost
     return [

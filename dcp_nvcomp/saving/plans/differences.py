@@ -72,12 +72,12 @@ class Comparison:
         self._found: dict[str, int] | None = None
         self._empty: Keys = ()
         self.words = ""
-        self.places = ""  # what depends on the structure alone, and is kept with the plan; on the coordinator
+        self.place_warning = ""  # it depends on the structure alone, and is kept with the plan; on the coordinator
 
     def look(self, state: Mapping[str, Any]) -> None:
         if len(self.ranks) > 1:
             self._found = fingerprints(state)
-            self._empty = empty_of(state, state)
+            self._empty = tuple(key for key, value in state.items() if isinstance(value, Mapping | list) and not value)
 
     @property
     def own_keys(self) -> ComparedKeys:
@@ -95,7 +95,7 @@ class Comparison:
         return dataclasses.replace(plan, planner_data=sent)
 
     def compared(
-        self, plans: Sequence[SavePlan], keys: Sequence[ComparedKeys] | None, places: str | None
+        self, plans: Sequence[SavePlan], keys: Sequence[ComparedKeys] | None, place_warning: str | None
     ) -> tuple[list[SavePlan], list[ComparedKeys]]:
         """Compare all ranks' fingerprints, and where their values are unless that is kept; on the coordinator."""
         sent = [plan.planner_data if isinstance(plan.planner_data, _Sent) else None for plan in plans]
@@ -109,11 +109,11 @@ class Comparison:
         if any(one is not None for one in sent):
             values = [array("I") if one is None else one.values for one in sent]
             self.words = _words(_differing(own, values), self.ranks)
-        if places is None:
+        if place_warning is None:
             paths = [plan.planner_data or {} for plan in plain]
-            places = place_words(paths, [() if one is None else one.empty for one in sent], self.ranks)
-        self.places = places
-        self.words = f"{self.words} {places}".strip()
+            place_warning = place_words(paths, [() if one is None else one.empty for one in sent], self.ranks)
+        self.place_warning = place_warning
+        self.words = f"{self.words} {place_warning}".strip()
         if self.words and self._on_difference == "error":
             raise ConfigurationError(f"{self.words} Nothing was saved.")
         return plain, list(keys)
@@ -164,11 +164,6 @@ def expect_same_kinds(plans: Sequence[SavePlan], ranks: Sequence[int]) -> None:
             "Give all ranks tensors, or what belongs to a rank a key of its own, as in state[f'loader.{rank}']. "
             "Nothing was saved."
         )
-
-
-def empty_of(keys: Iterable[str], state: Mapping[str, Any]) -> Keys:
-    """Return those of the keys that are of empty containers."""
-    return tuple(key for key in keys if isinstance(state[key], Mapping | list) and not state[key])
 
 
 def place_words(paths: Sequence[Mapping[str, Any]], empty: Sequence[Keys], ranks: Sequence[int]) -> str:

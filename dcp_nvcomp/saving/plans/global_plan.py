@@ -43,7 +43,7 @@ class PlacedItems:
 
 class GlobalPlan(ABC):
     compared_keys: Sequence[ComparedKeys]  # of each rank
-    places: str  # what Comparison found of the values' places
+    place_warning: str  # what Comparison found of the values' places
 
     @property
     @abstractmethod
@@ -96,10 +96,10 @@ class PlanOfItems(GlobalPlan):
         plans: Sequence[SavePlan],
         metadata: Metadata,
         compared_keys: Sequence[ComparedKeys] = (),
-        places: str = "",
+        place_warning: str = "",
     ) -> None:
         shared: dict[ComparedKeys, ComparedKeys] = {}
-        self.places = places
+        self.place_warning = place_warning
         self.compared_keys = [shared.setdefault(keys, keys) for keys in compared_keys]
         with collector_paused():
             self._indices = [tuple(item.index for item in plan.items) for plan in plans]

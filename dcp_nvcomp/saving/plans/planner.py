@@ -1,9 +1,9 @@
 """The planner of our own save calls: uses a plan that all ranks kept or have computed, or plans with another planner.
 
 `agree` flattens the state, looks for a kept plan, and asks the other ranks whether they have it; if not, each rank
-computes the plans of all, where their states can be described. Then the other steps use that plan, with an empty local
-plan. What can fail on one rank alone is looked at before the ranks agree; what fails after it anyway is raised in DCP's
-first step, which tells all ranks. A plan is kept only at `finish_plan`, so that what fails before leaves nothing.
+computes the plans of all, where their states can be described. If all ranks could, the other steps use that plan, with
+an empty local plan; if one could not, DCP plans on all. What else fails on one rank is raised in DCP's first step,
+which tells all ranks. A plan is kept only at `finish_plan`, so that what fails before leaves nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_nvcomp.calls.ranks import Call
+from dcp_nvcomp.calls.ranks import Call, meet
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, Path, flatten, is_default_planner, unwrapped
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store, split_paths
@@ -30,11 +30,11 @@ from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.plans.agreement import Proposal, agree, gather_parts
 from dcp_nvcomp.saving.plans.array_plan import ArrayPlan
 from dcp_nvcomp.saving.plans.balance import balanced
-from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds, place_words
+from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan, PlanOfItems
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
 from dcp_nvcomp.saving.plans.layouts import Ints, IrregularError
-from dcp_nvcomp.saving.plans.shared_plan import SharedPlan, plan_all
+from dcp_nvcomp.saving.plans.shared_plan import plan_all
 from dcp_nvcomp.saving.plans.structure import Described, Part, Structure, described, structure_of
 from dcp_nvcomp.saving.process_state import process_state
 
@@ -127,44 +127,30 @@ class KeepingPlanner(SavePlanner):
             gathered = gather_parts(self._described, agreement.proposals, group)
             if gathered is not None:
                 places = [proposal.places for proposal in agreement.proposals]
-                self._compute(*gathered, places, 0 if group is None else dist.get_rank(group))
+                computed = self._computed(*gathered, places, 0 if group is None else dist.get_rank(group))
+                if all(meet(group, call, computed is not None)):
+                    self._kept, self._is_new = computed, True
 
-    def _compute(self, parts: Sequence[Part | bytes], parts_of: Ints, places: Sequence[Any], rank: int) -> None:
-        """Make the plan of all ranks from what they have described, as each of them does at the same time."""
+    def _computed(
+        self, parts: Sequence[Part | bytes], parts_of: Ints, places: Sequence[Any], rank: int
+    ) -> KeptPlan | None:
+        """Return the plan that this rank makes for all; None if DCP has to plan, or can say better what is wrong."""
         assert self._plan_id is not None and self._structure is not None and self._flat_state is not None
         try:
             unpacked = [part if isinstance(part, Part) else Part.unpacked(part) for part in parts]
             shared = plan_all(unpacked, parts_of, places, lowest_rank=self._key.dedup_save_to_lowest_rank)
-            if (parts_of != parts_of[0]).any():
-                self._check_places(shared)
-            # made on each rank, as making it checks what the ranks' names come to
-            order = list(self._flat_state if self._paths is None else self._paths)
-            everyones = ArrayPlan(shared, order, has_paths=self._paths is not None)
-            final = shared.save_plan(rank)
-        except (IrregularError, ConfigurationError):  # on all ranks alike
-            return
-        except Exception as error:  # the other ranks have a plan
-            where = f"rank {self._key.ranks[rank]}" if self._key.ranks else "this process"
-            self._failure = CheckpointError(
-                f"The save could not be planned on {where}: {type(error).__name__}: {error}"
-            )
-            self._failure.__cause__ = error
-            return
-        self._kept = KeptPlan(
-            self._plan_id,
-            self._key,
-            self._structure,
-            self._described,
-            final,
-            everyones.compared_keys[rank],
-            everyones if rank == 0 else None,
-        )
-        self._is_new = True
-
-    def _check_places(self, plan: SharedPlan) -> None:
-        first = [int((plan.parts_of == number).any(1).argmax()) for number in range(len(plan.parts))]
-        if place_words([part.paths for part in plan.parts], [part.empty for part in plan.parts], first):
-            raise IrregularError("Ranks have a container and a value in the same place.")
+            everyones = None
+            if rank == 0:
+                order = list(self._flat_state if self._paths is None else self._paths)
+                everyones = ArrayPlan(shared, order, has_paths=self._paths is not None)
+            final, keys = shared.save_plan(rank), shared.compared_keys(rank)
+        except (IrregularError, ConfigurationError) as error:
+            logger.debug("DCP plans this save: %s", error)
+            return None
+        except Exception:  # a fault of ours must not cost the save
+            logger.exception("This rank could not compute the plan of a save, so DCP plans it")
+            return None
+        return KeptPlan(self._plan_id, self._key, self._structure, self._described, final, keys, everyones)
 
     def _flatten(self, state_dict: dict[str, Any], *, is_coordinator: bool) -> None:
         """Take the state apart, and let a planner have it that finds it flat."""
@@ -216,7 +202,9 @@ class KeepingPlanner(SavePlanner):
             self._described = found.described
             return found
         with suppress(Exception):  # then DCP plans
-            self._described = described(self._structure, planner.state_dict)
+            found_now = described(self._structure, planner.state_dict)
+            if found_now is not None and all(part.digest for part in found_now.parts):  # which takes memory, too
+                self._described = found_now
         return None
 
     def set_up_planner(
@@ -241,7 +229,7 @@ class KeepingPlanner(SavePlanner):
         if self._kept is not None:
             assert self._kept.everyones is not None, "each rank is the coordinator of all its saves, or of none"
             kept = self._kept.everyones
-            plans, _ = self.comparison.compared(all_plans, kept.compared_keys, kept.places)
+            plans, _ = self.comparison.compared(all_plans, kept.compared_keys, kept.place_warning)
             return self.comparison.told(plans), kept.metadata()
         if self._is_default:
             expect_same_kinds(all_plans, self.comparison.ranks)
@@ -258,7 +246,7 @@ class KeepingPlanner(SavePlanner):
             merged = merged_paths([split_paths(part, fqns) for part in paths], fqns)
             metadata = dataclasses.replace(metadata, planner_data=merged)
         if self.is_kept:
-            self._everyones = PlanOfItems(plans, metadata, keys, self.comparison.places)
+            self._everyones = PlanOfItems(plans, metadata, keys, self.comparison.place_warning)
             metadata = self._everyones.metadata()
         return self.comparison.told(plans), metadata
 

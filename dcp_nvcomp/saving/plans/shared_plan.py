@@ -9,9 +9,9 @@ A rank's plan has its items by the number of their key; of one key it has one sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from dcp_nvcomp.saving.plans.balance import RECORD_NBYTES
 from dcp_nvcomp.saving.plans.layouts import Ints, IrregularError, Layout, layout_of, shards_of
-from dcp_nvcomp.saving.plans.structure import DTENSORS, OBJECTS, Part, Place
+from dcp_nvcomp.saving.plans.structure import DTENSORS, OBJECTS, PLAIN, Part, Place
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,10 @@ class SharedPlan:
         """All shards, rank after rank, those of each in the order of its plan."""
         owners = [np.zeros(0, np.int32), *(owners.astype(np.int32) for owners in self.owners)]
         return np.argsort(np.concatenate(owners), kind="stable")
+
+    def compared_keys(self, rank: int) -> tuple[tuple[str, ...], ...]:
+        """Return the keys whose values a rank compares with the other ranks': those that are not sharded."""
+        return tuple(self.parts[self.parts_of[rank, column]].keys for column in (PLAIN, OBJECTS))
 
     def save_plan(self, rank: int) -> SavePlan:
         """Return the final plan of a rank."""
@@ -122,9 +126,16 @@ def plan_all(
     ranks_of, column_of = _ranks_of(parts_of, len(parts))
     known: dict[tuple[tuple[int, int], ...], Layout] = {}
     layouts = []
+
+    @cache
+    def inside(number: int, mesh: int) -> tuple[Ints, Ints]:
+        """Return the ranks with a part that are in one of its meshes, and their places."""
+        having = [rank for rank in ranks_of[number].tolist() if places[rank][mesh] is not None]
+        return np.array(having, np.int64), np.array([places[rank][mesh] for rank in having], np.int64)
+
     for signature in map(tuple, described):
         if signature not in known:
-            known[signature] = _layout(signature, parts, ranks_of, column_of, places)
+            known[signature] = _layout(signature, parts, ranks_of, column_of, inside)
         layouts.append(known[signature])
     numbers = [np.array([numbers_of[key] for key in part.keys], np.int64) for part in parts]
     owners = _owners(layouts, len(parts_of), lowest_rank=lowest_rank)
@@ -147,7 +158,7 @@ def _layout(
     parts: Sequence[Part],
     ranks_of: Sequence[Ints],
     column_of: Sequence[int],
-    places: Sequence[tuple[Place, ...]],
+    inside: Callable[[int, int], tuple[Ints, Ints]],
 ) -> Layout:
     (column, *others) = {column_of[number] for number, _ in signature}
     if others:
@@ -167,10 +178,8 @@ def _layout(
             whole = np.tile(np.array(shape, np.int64), (len(ranks), 1)).reshape(len(ranks), len(shape))
             found.append((ranks, np.zeros_like(whole), whole))
             continue
-        at = [places[rank][kind.mesh] for rank in ranks.tolist()]
-        inside = [place for place in at if place is not None]
-        ranks = ranks[[place is not None for place in at]]
-        found.append((ranks, *shards_of(shape, parts[number].mesh_shapes[kind.mesh], kind.cuts, inside)))
+        ranks, at = inside(number, kind.mesh)
+        found.append((ranks, *shards_of(shape, parts[number].mesh_shapes[kind.mesh], kind.cuts, at)))
     ranks, offsets, sizes = (np.concatenate(values) for values in zip(*found, strict=True))
     if not len(ranks):
         raise IrregularError("No rank has a shard of a tensor.")
@@ -184,27 +193,40 @@ def _owners(layouts: Sequence[Layout], ranks: int, *, lowest_rank: bool) -> tupl
     if lowest_rank:
         return tuple([first[id(layout)] for layout in layouts])
     costs = {at: layout.nbytes + RECORD_NBYTES for at, layout in distinct.items()}
+    shared = {at: _shared(layout, costs[at]) for at, layout in distinct.items()}
     loads = np.zeros(ranks, np.int64)
-    shared: list[tuple[int, int, int, int]] = []  # cost, first rank, key, shard
+    waiting = list[
+        tuple[int, int, int, Ints, Ints]
+    ]()  # minus what they cost, the key's first rank, key, shards, holders
     owners = []
     for key, layout in enumerate(layouts):
-        at, holders = id(layout), layout.holders
-        if holders is None:
+        at = id(layout)
+        if not shared[at]:
             np.add.at(loads, first[at], costs[at])
             owners.append(first[at])
             continue
         owners.append(first[at].copy())
-        for shard, having in enumerate(holders):
-            cost, rank = int(costs[at][shard]), int(having[0])
-            if len(having) == 1:
-                loads[rank] += cost
-            else:
-                shared.append((-cost, rank, key, shard))
-    for cost, _, key, shard in sorted(shared):
-        holders = layouts[key].holders
-        assert holders is not None
-        having = holders[shard]
-        owner = int(having[np.argmin(loads[having])])
-        owners[key][shard] = owner
-        loads[owner] -= cost
+        alone = np.ones(layout.shard_count, np.bool_)
+        for cost, shards, holders in shared[at]:
+            alone[shards] = False
+            waiting.append((-cost, int(first[at][0]), key, shards, holders))
+        np.add.at(loads, first[at][alone], costs[at][alone])
+    for cost, _, key, shards, holders in sorted(waiting, key=lambda one: one[:3]):
+        # a rank holds one shard of a key, so these don't depend on each other
+        chosen = holders[np.arange(len(shards)), np.argmin(loads[holders], axis=1)]
+        owners[key][shards] = chosen
+        loads[chosen] -= cost
     return tuple(owners)
+
+
+def _shared(layout: Layout, costs: Ints) -> list[tuple[int, Ints, Ints]]:
+    """Return the shards that several ranks hold, those of one cost and as many holders together, and these ranks."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for shard, holders in enumerate(layout.holders or ()):
+        if len(holders) > 1:
+            groups.setdefault((int(costs[shard]), len(holders)), []).append(shard)
+    assert layout.holders is not None or not groups
+    return [
+        (cost, np.array(shards), np.stack([layout.holders[shard] for shard in shards]))  # type: ignore[index]
+        for (cost, _), shards in groups.items()
+    ]

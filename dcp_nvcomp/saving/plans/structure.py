@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, Path
 from dcp_nvcomp.format.metadata.paths import stored_paths
-from dcp_nvcomp.saving.plans.differences import empty_of
 from dcp_nvcomp.saving.plans.layouts import Cut, shards_of
 
 DTENSORS, PLAIN, OBJECTS = range(3)
@@ -45,6 +44,7 @@ class Structure:
     distinct: tuple[tuple[Any, ...], ...]  # what the values of one kind have in common on this rank
     meshes: tuple[tuple[tuple[int, ...], Place], ...]  # shape, and this rank's place
     paths: Mapping[str, Path] | None
+    empty: tuple[str, ...]  # keys of empty containers
 
 
 def structure_of(state: Mapping[str, Any], paths: Mapping[str, Path] | None) -> Structure | None:
@@ -54,6 +54,7 @@ def structure_of(state: Mapping[str, Any], paths: Mapping[str, Path] | None) -> 
     distinct: dict[tuple[Any, ...], int] = {}
     meshes: dict[Any, int] = {}
     numbers: dict[int, int] = {}  # of meshes by id, which are compared only once
+    empty = list[str]()
     needs_grad = torch.is_grad_enabled()
     with torch.no_grad():  # then a DTensor's shard is had without a node in the graph
         for fqn, value in state.items():
@@ -61,6 +62,8 @@ def structure_of(state: Mapping[str, Any], paths: Mapping[str, Path] | None) -> 
                 part, kind = PLAIN, (value.shape, *_properties(value, value.requires_grad))
             elif type(value) is DTensor:
                 mesh, shard = value.device_mesh, value.to_local()
+                if hasattr(shard, "__create_write_items__"):  # of several shards of its own, as torchrec has them
+                    return None
                 number = numbers.get(id(mesh))
                 if number is None:
                     number = numbers[id(mesh)] = meshes.setdefault(mesh, len(meshes))
@@ -73,16 +76,18 @@ def structure_of(state: Mapping[str, Any], paths: Mapping[str, Path] | None) -> 
                 return None
             else:
                 keys[OBJECTS].append(fqn)
+                if isinstance(value, Mapping | list) and not value:
+                    empty.append(fqn)
                 continue
             keys[part].append(fqn)
             kinds[part].append(distinct.setdefault(kind, len(distinct)))
     places = tuple((tuple(mesh.shape), _place(mesh.get_coordinate())) for mesh in meshes)
-    return Structure(tuple(map(tuple, keys)), tuple(map(tuple, kinds)), tuple(distinct), places, paths)
+    return Structure(tuple(map(tuple, keys)), tuple(map(tuple, kinds)), tuple(distinct), places, paths, tuple(empty))
 
 
 def _properties(tensor: torch.Tensor, requires_grad: bool) -> tuple[Any, ...]:
     """Return what DCP notes of a tensor."""
-    strides = tensor.stride() if _HAS_STRIDES else None
+    strides = tensor.stride() if _HAS_STRIDES and tensor.layout is torch.strided else None
     return tensor.dtype, tensor.layout, requires_grad, tensor.is_pinned(), strides
 
 
@@ -139,7 +144,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """About the most that it takes when it is sent."""
+        """What it takes in memory, about."""
         return len(self._text)
 
 
@@ -168,7 +173,8 @@ def described(structure: Structure, state: Mapping[str, Any]) -> Described | Non
             own.append(renumbered.setdefault(found, len(renumbered)))
         paths = {} if structure.paths is None else {fqn: structure.paths[fqn] for fqn in keys}
         shapes = tuple(shape for shape, _ in structure.meshes) if not parts else ()
-        parts.append(Part(keys, tuple(own), tuple(renumbered), shapes, *stored_paths(paths), empty_of(keys, state)))
+        empty = structure.empty if len(parts) == OBJECTS else ()
+        parts.append(Part(keys, tuple(own), tuple(renumbered), shapes, *stored_paths(paths), empty))
     return Described(tuple(parts), tuple(place for _, place in structure.meshes))
 
 

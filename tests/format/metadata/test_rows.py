@@ -210,12 +210,62 @@ def test_rows_are_columns_until_a_shard_is_asked_for() -> None:
         assert index not in found and found.get(index) is None
         with pytest.raises(KeyError):
             found[index]
+    assert len(found.items()) == len(found.values()) == 101 and list(found.items()) == list(found.items())
+    assert "a" not in found and found.get(3) is None
     assert type(pickle.loads(pickle.dumps(found))) is dict and pickle.loads(pickle.dumps(found)) == expected
 
 
 def test_few_rows_are_read_one_by_one() -> None:
     assert type(as_columns(serialize_arrays(arrays({"a": sharded(15)}))).storage_data) is dict
     assert type(as_columns(serialize_arrays(arrays({"a": sharded(16)}))).storage_data) is ShardPlaces
+
+
+def nested(data: bytes, depth: int) -> bytes:
+    """The pickle inside so many tuples, which a reader refuses for their sake only once it has read all of it."""
+    return with_trailer(data[:2] + b"(" * depth + data[2:-13] + b"t" * depth + b".")
+
+
+def test_rows_nest_as_deep_as_what_is_read_one_by_one() -> None:
+    is_too_deep = []
+    for depth in range(55, 65):
+        said = [_said(read, nested(some_rows(), depth)) for read in (as_columns, one_by_one)]
+        assert said[0] == said[1], depth
+        is_too_deep.append("nests more than" in said[0])
+    assert is_too_deep == sorted(is_too_deep) and {True, False} == set(is_too_deep)
+
+
+def test_rows_make_containers_as_what_is_read_one_by_one() -> None:
+    """As many empty dicts beside the rows as leave no room for theirs."""
+    data = serialize_arrays(arrays({"w": sharded(2_000)}))
+    for dicts in range(0, 60_000, 4_000):
+        spoilt = with_trailer(data[:2] + b"(" + b"}" * dicts + data[2:-13] + b"t.")
+        assert _said(as_columns, spoilt) == _said(one_by_one, spoilt), dicts
+    assert "more containers" in _said(as_columns, spoilt)
+
+
+def _said(read: Any, data: bytes) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read(data)
+    return str(caught.value)
+
+
+def test_what_looks_like_many_rows_takes_no_longer_than_it_is() -> None:
+    """Groups of few rows: each is looked at, and not all that follows it."""
+    data = serialize_arrays(arrays({"w": sharded(16)}))
+    begin = data.index(b"(", data.index(b"storage_data"))
+    end = data.index(b"u", begin + 36 * 16) + 1
+    looked: list[int] = []
+    frombuffer = np.frombuffer
+
+    def noted(*arguments: Any) -> Any:
+        looked.append(arguments[2])
+        return frombuffer(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_reader.np, "frombuffer", noted)
+        with pytest.raises(MetadataError, match="key twice"):
+            as_columns(with_crc(data[:begin] + data[begin:end] * 300 + data[end:]))
+    assert sum(looked) < 300 * 16 * 8
 
 
 @pytest.mark.parametrize("wide", [0, 70_000])

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors, save
+from dcp_nvcomp import NvcompReader, NvcompWriter, SaveStats, async_save, errors, open_checkpoint, save
 from dcp_nvcomp.saving.plans import planner as planner_module
 from dcp_nvcomp.saving.plans.shared_plan import SharedPlan
 from dcp_nvcomp.saving.process_state import forget_all, process_state
@@ -286,6 +289,31 @@ def test_a_state_that_plans_itself_comes_between(tmp_path: Path, planned: list[A
     assert len(planned) == 3
 
 
+def test_a_tensor_that_has_several_shards_of_its_own(tmp_path: Path) -> None:
+    """As torchrec's, in a DTensor that looks like others: DCP plans it each time."""
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def made(*columns: tuple[int, int]) -> DTensor:
+            whole = torch.arange(16.0).reshape(4, 4)
+            local = LocalShardsWrapper(
+                [whole[:, low:high].clone() for low, high in columns], [(0, low) for low, _ in columns]
+            )
+            return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(4, 1))
+
+        for _ in range(2):
+            save({"a": made((0, 4)), "b": made((0, 2), (2, 4))}, tmp_path / "it")
+            assert len(seen(tmp_path / "it").state_dict_metadata["b"].chunks) == 2
+            found = open_checkpoint(tmp_path / "it")
+            for key in "ab":
+                assert torch.equal(found[key][:], torch.arange(16.0).reshape(4, 4))
+    finally:
+        dist.destroy_process_group()
+
+
 # --- what fails ------------------------------------------------------------------------------------------------------
 
 
@@ -319,8 +347,10 @@ def test_a_state_that_cannot_be_planned_fails_each_time(tmp_path: Path) -> None:
 
 def test_the_metadata_that_was_returned_is_the_callers(tmp_path: Path) -> None:
     for _ in range(3):
-        metadata = async_save(_model(), tmp_path, no_dist=True).upload_completion.result()
-        assert isinstance(metadata, Metadata) and SaveStats.of(metadata) is not None
+        saving = async_save(_model(), tmp_path, no_dist=True)
+        metadata = saving.upload_completion.result()
+        assert saving.upload_completion.result() is metadata
+        assert type(metadata) is Metadata and SaveStats.of(metadata) is not None
         assert_like_dcp(tmp_path, _model(), tmp_path / "dcp")
         item = metadata.state_dict_metadata["w"]
         assert isinstance(item, TensorStorageMetadata)
