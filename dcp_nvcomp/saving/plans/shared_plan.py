@@ -195,9 +195,8 @@ def _owners(layouts: Sequence[Layout], ranks: int, *, lowest_rank: bool) -> tupl
     costs = {at: layout.nbytes + RECORD_NBYTES for at, layout in distinct.items()}
     shared = {at: _shared(layout, costs[at]) for at, layout in distinct.items()}
     loads = np.zeros(ranks, np.int64)
-    waiting = list[
-        tuple[int, int, int, Ints, Ints]
-    ]()  # minus what they cost, the key's first rank, key, shards, holders
+    # minus what a shard costs, the first rank that has the key, the key, the shards and who holds them
+    waiting = list[tuple[int, int, int, Ints, Ints]]()
     owners = []
     for key, layout in enumerate(layouts):
         at = id(layout)
