@@ -6,8 +6,8 @@ import errno
 import os
 import tracemalloc
 from collections.abc import Callable
-from contextlib import suppress
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
