@@ -220,25 +220,25 @@ def test_few_rows_are_read_one_by_one() -> None:
     assert type(as_columns(serialize_arrays(arrays({"a": sharded(16)}))).storage_data) is ShardPlaces
 
 
-def nested(data: bytes, depth: int) -> bytes:
-    """The pickle inside so many tuples, which a reader refuses for their sake only once it has read all of it."""
-    return with_trailer(data[:2] + b"(" * depth + data[2:-13] + b"t" * depth + b".")
-
-
 def test_rows_nest_as_deep_as_what_is_read_one_by_one() -> None:
-    is_too_deep = []
+    """Their dict inside so many tuples, which a reader refuses for their sake only once it has read all of it."""
+    data, is_too_deep = some_rows(), []
+    begin, end = data.index(b"storage_data") + len(b"storage_data") + 1, data.index(b"\x8c\x0cstorage_meta")
     for depth in range(55, 65):
-        said = [_said(read, nested(some_rows(), depth)) for read in (as_columns, one_by_one)]
+        nested = with_crc(data[:begin] + b"(" * depth + data[begin:end] + b"t" * depth + data[end:])
+        said = [_said(read, nested) for read in (as_columns, one_by_one)]
         assert said[0] == said[1], depth
         is_too_deep.append("nests more than" in said[0])
     assert is_too_deep == sorted(is_too_deep) and {True, False} == set(is_too_deep)
 
 
-def test_rows_make_containers_as_what_is_read_one_by_one() -> None:
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_rows_make_containers_as_what_is_read_one_by_one(where: str) -> None:
     """As many empty dicts beside the rows as leave no room for theirs."""
     data = serialize_arrays(arrays({"w": sharded(2_000)}))
-    for dicts in range(0, 60_000, 4_000):
-        spoilt = with_trailer(data[:2] + b"(" + b"}" * dicts + data[2:-13] + b"t.")
+    for dicts in range(0, 60_000, 3_000):
+        before, after = (b"}" * dicts, b"") if where == "before" else (b"", b"}" * dicts)
+        spoilt = with_trailer(data[:2] + b"(" + before + data[2:-13] + after + b"t.")
         assert _said(as_columns, spoilt) == _said(one_by_one, spoilt), dicts
     assert "more containers" in _said(as_columns, spoilt)
 
@@ -270,13 +270,15 @@ def test_what_looks_like_many_rows_takes_no_longer_than_it_is() -> None:
 
 @pytest.mark.parametrize("wide", [0, 70_000])
 def test_rows_that_repeat_a_shard_are_refused(wide: int) -> None:
-    one = sharded(20)
-    made = arrays({"a": one, "b": one}, records=np.arange(40) + wide)
-    repeated = dataclasses.replace(made, keys=["a", "a"])
-    with pytest.raises(MetadataError, match="key twice"):
-        as_columns(serialize_arrays(repeated))
-    with pytest.raises(MetadataError, match="key twice"):
-        one_by_one(serialize_arrays(repeated))
+    data = serialize_arrays(arrays({"a": sharded(20), "b": sharded(20)}, records=np.arange(40) + wide))
+    begin = data.index(b"(", data.index(b"storage_data")) + 1
+    row = 36 if wide == 0 else 38
+    assert data[begin : begin + 2] == data[begin + row : begin + row + 2], "a row begins as the next one does"
+    for at in (begin, begin + 39 * row):
+        repeated = with_crc(data[:at] + data[begin + 39 * row : begin + 40 * row] + data[at:])
+        for read in (as_columns, one_by_one):
+            with pytest.raises(MetadataError, match="storage_data has a key twice"):
+                read(repeated)
 
 
 def test_offsets_that_collide_are_refused() -> None:

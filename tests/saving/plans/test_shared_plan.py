@@ -295,7 +295,13 @@ class _Sub(torch.Tensor):
     pass
 
 
+def _without_a_corner(rank: int, world: int) -> State:
+    mesh = init_device_mesh("cpu", (2, 2))
+    return {} if rank == 3 else {"w": dtensor(mesh, [Shard(0), Shard(1)], (4, 6))}
+
+
 IRREGULAR: dict[str, Build] = {
+    "a shard that no rank has": _without_a_corner,
     "a plain tensor of another shape": lambda rank, world: {"b": torch.empty(3 + (rank == 1))},
     "of another dtype": lambda rank, world: {"b": torch.empty(3, dtype=torch.float64 if rank else torch.float32)},
     "a tensor here, an object there": lambda rank, world: {"b": torch.empty(3) if rank else 1},
