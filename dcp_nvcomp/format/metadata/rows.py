@@ -42,7 +42,6 @@ Ints = npt.NDArray[np.int64]
 _RowPart = bytes | tuple[str, str]  # what is the same in all rows, or a field: its name and numpy's code for it
 
 _SHARED: Final = "dcp_nvcomp_shared"
-_MODULE: Final = Metadata.__module__
 _BATCH: Final = 1 << 16  # rows between two marks, about
 _SAMPLED_SHARDS: Final = 2
 _BYTE, _WORD, _INT = 1 << 8, 1 << 16, 1 << 31

@@ -1,6 +1,6 @@
-"""What the ranks tell each other before they plan: whether all keep the same plan, else what their states are made of.
+"""What ranks exchange before they plan: whether all keep the same plan, else what their states are made of.
 
-Before a save each rank brings a `Proposal`. What a rank answers never decides what it plans, only how all of them do:
+Before a save each rank sends a `Proposal`. One rank's proposal never decides what that rank plans, only how all do:
 
     all keep the plan of one id       they use it
     all have described their states   each computes the plans of all; parts of states that differ between ranks are
