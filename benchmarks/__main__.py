@@ -26,6 +26,7 @@ class Suite(str, Enum):
     asynchronous = "asynchronous"
     runs = "runs"
     plans = "plans"
+    loads = "loads"
     reshard = "reshard"
     scale = "scale"
     s3 = "s3"

@@ -287,6 +287,19 @@ def _computed(case: Case, directory: str, way: str) -> Generator[str, None, dict
     }
 
 
+def write_metadata(case: Case, directory: Path) -> None:
+    """Write the `.metadata` of a first save, and data files that hold nothing."""
+    described = _described(case)
+    places = [(tuple(map(int, place)),) for place in np.ndindex(*described.parts[0].mesh_shapes[0])]
+    shared = plan_all(described.parts, np.tile(np.arange(3), (case.ranks, 1)), places, lowest_rank=False)
+    plan = ArrayPlan(shared, [key for part in described.parts for key in part.keys], has_paths=True)
+    writer = _begun(directory)
+    results = [_placed_by(plan, rank, directory) for rank in range(case.ranks)]
+    metadata = plan.metadata()
+    writer.prepare_global_plan([dcp.SavePlan([]) for _ in range(case.ranks)])
+    writer.finish(metadata, results)
+
+
 def _described(case: Case) -> Described:
     """What a rank says of a model: matrices of ten shapes, some vectors that all ranks have, and some objects."""
     shards = case.ranks // case.replicas

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +32,6 @@ from dcp_nvcomp.format.block_grid import Strip, alone, strips
 from dcp_nvcomp.format.data_file import block_row, encoded_run
 from dcp_nvcomp.format.framing import check_header
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
-from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.reread import twice
 
 U8 = npt.NDArray[np.uint8]
@@ -62,11 +62,21 @@ class Fetched:
         return self.data[block.start - self.read.start : block.stop - self.read.start]
 
 
+class ReadSource(Protocol):
+    """What a decoder needs of a filesystem."""
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
+        """Fill the whole buffer with the bytes of a file from `start` on."""
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes `start` to `stop` of a file (half-open)."""
+
+
 class Decoder:
     """The buffers and engines of one thread, reused from read to read."""
 
-    def __init__(self, filesystem: Filesystem, verify: str, engine: EngineChoice, gpu: GpuShare) -> None:
-        self._filesystem = filesystem
+    def __init__(self, source: ReadSource, verify: str, engine: EngineChoice, gpu: GpuShare) -> None:
+        self._source = source
         self._verify = verify
         self._choice = engine
         self._gpu = gpu
@@ -81,7 +91,7 @@ class Decoder:
         nbytes = read.stop - read.start
         devices = [self._gpu_of(block) for block in read.blocks]
         data = self._buffer_of(nbytes, pinned=self._pinned or any(devices))
-        self._filesystem.read_into(read.name, read.start, data)
+        self._source.read_into(read.name, read.start, data)
         return Fetched(read, data, devices)
 
     def _buffer_of(self, nbytes: int, *, pinned: bool) -> memoryview:
@@ -110,7 +120,7 @@ class Decoder:
         path, data_offset = read.footer.path, int(read.footer.block_offsets[0])
         twice(
             lambda: check_header(fetched.data[:data_offset], path=path),
-            lambda: check_header(self._filesystem.read(read.name, 0, data_offset), path=path),
+            lambda: check_header(self._source.read(read.name, 0, data_offset), path=path),
         )
 
     def _decode_strips(self, blocks: list[BlockRead], fetched: Fetched) -> None:
@@ -151,7 +161,7 @@ class Decoder:
                 destination.place_bytes(block.box, out)
 
     def _decode_again(self, block: BlockRead, read: Read) -> None:
-        data = self._filesystem.read(read.name, block.start, block.stop)
+        data = self._source.read(read.name, block.start, block.stop)
         self._decode_block(block, memoryview(data), read)
 
     def _gpu_of(self, block: BlockRead) -> torch.device | None:
@@ -280,7 +290,7 @@ class Decoder:
 
     def _read_again(self, job: DecodeJob, read: Read) -> DecodeJob:
         assert job.byte_range is not None
-        return replace(job, data=memoryview(self._filesystem.read(read.name, *job.byte_range)))
+        return replace(job, data=memoryview(self._source.read(read.name, *job.byte_range)))
 
     def _through_scratch(self, engine: BlockEngine, pairs: Sequence[_Pair]) -> bool:
         """Decode blocks to scratch memory, and place them; False if there is not so much."""

@@ -34,6 +34,7 @@ from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
 from dcp_nvcomp.loading.job import ItemPlanner, Loaded, LoadJob, LoadOptions
 from dcp_nvcomp.loading.read_plan import Conversions, Wanted, part_of
 from dcp_nvcomp.loading.safe_objects import SafeLoader, check_crcs, load_tensor_safely
+from dcp_nvcomp.loading.sharing.replicas import Replicas
 from dcp_nvcomp.storage.base import Filesystem
 
 Footers = Callable[[Filesystem, Sequence[DataFileRef]], Sequence[Footer]]
@@ -79,11 +80,20 @@ def load_items(
     *,
     footers: Footers = read_footers,
     progress: Callable[[int], None] | None = None,
+    replicas: Replicas | None = None,
 ) -> Loaded:
     conversions = Conversions()  # of this load: each load warns
     ours = [item for item in items if isinstance(item.stored, StoredAt)]
     stock = [item for item in items if not isinstance(item.stored, StoredAt)]
-    job = LoadJob(filesystem, planner, options, conversions=conversions, footers=footers, progress=progress)
+    job = LoadJob(
+        filesystem,
+        planner,
+        options,
+        conversions=conversions,
+        footers=footers,
+        progress=progress,
+        replicas=replicas,
+    )
     loaded = job.run(ours)
     load_stock_items(filesystem, stock, planner, options.safe, conversions)
     return loaded

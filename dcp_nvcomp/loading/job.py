@@ -5,7 +5,8 @@
 
 Each load thread has one buffer for encoded bytes and one for a decoded block, so their number bounds the memory. On
 slow storage there are more threads than cores, of which `thread_count` decode at a time. On a GPU two do, each with an
-engine and a stream of its own: one copies in while the other decodes.
+engine and a stream of its own: one copies in while the other decodes. Where replicas may share reads (sharing/), there
+are two more buffers of encoded bytes for each thread.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from dcp_nvcomp.loading.read_plan import (
     dense_part_of,
     locate,
     part_of,
-    plan_reads,
 )
 from dcp_nvcomp.loading.safe_objects import SafeLoader
+from dcp_nvcomp.loading.sharing.replicas import Replicas, WantedOfFile, plan_shared
+from dcp_nvcomp.loading.sharing.shared_files import SharedFiles
 from dcp_nvcomp.storage.base import Filesystem
 
 MIN_CUDA_READ_NBYTES, CUDA_READ_NBYTES = 8 << 20, 256 << 20
@@ -82,10 +84,11 @@ class LoadOptions:
 
 
 class Loaded(NamedTuple):
-    """What a job loaded: the size of what was wanted, decoded, and of what was read for it; seconds by stage."""
+    """What a job loaded: sizes of what was wanted, decoded, of what was read and received for it; seconds by stage."""
 
     nbytes: int
     fetched_nbytes: int
+    received_nbytes: int
     stage_seconds: dict[str, float]
 
 
@@ -99,8 +102,10 @@ class LoadJob:
         conversions: Conversions,
         footers: Callable[[Filesystem, Sequence[DataFileRef]], Sequence[Footer]] = read_footers,
         progress: Callable[[int], None] | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self._progress = progress
+        self._replicas = replicas
         self._filesystem = filesystem
         self._footers = footers
         self._planner = planner
@@ -128,15 +133,18 @@ class LoadJob:
                 [locate(item, footer) for item in wanted]
                 for wanted, footer in zip(by_file.values(), footers, strict=True)
             ]
+            files = list(map(WantedOfFile, by_file, footers, targets))
             read_nbytes = self._longest_read(sum(target.nbytes for of_file in targets for target in of_file))
-            reads: list[Read] = []
-            for file, footer, of_file in zip(by_file, footers, targets, strict=True):
-                reads += plan_reads(file, footer, of_file, read_nbytes)
+            shared = plan_shared(files, read_nbytes, self._threads, self._replicas)
         for of_file in targets:
             for target in of_file:
                 if not target.blocks:
                     self._finish_empty(target)
-        self._workers.run(lambda: self._feed(reads, read_nbytes))
+        decoders = self._options.thread_count
+        self._source = SharedFiles(self._filesystem, shared, self._replicas, self._threads, decoders)
+        reads = [read for one in shared for read in one.reads]
+        with self._source.exchanging():
+            self._workers.run(lambda: self._feed(reads, read_nbytes))
         self._commit_finished()
         count = sum(map(len, targets))
         if self._committed != count:
@@ -145,12 +153,15 @@ class LoadJob:
             )
         wanted_nbytes = sum(target.nbytes for of_file in targets for target in of_file)
         stages = {stage: max(spent, default=0.0) for stage, spent in self._busy.items()}
-        return Loaded(wanted_nbytes, sum(read.stop - read.start for read in reads), stages)
+        received_nbytes = self._source.received_nbytes
+        fetched_nbytes = sum(read.stop - read.start for read in reads) - received_nbytes
+        return Loaded(wanted_nbytes, fetched_nbytes, received_nbytes, stages)
 
     def _longest_read(self, wanted_nbytes: int) -> int:
         """Return the maximum length of a read, such that the buffers of all threads are within the budget."""
         # an eighth is for everything else that a load needs
-        budget_nbytes = self._options.host_memory_budget // self._threads // self._filesystem.read_copies * 7 // 8
+        copies = self._filesystem.read_copies + (0 if self._replicas is None else 2)
+        budget_nbytes = self._options.host_memory_budget // self._threads // copies * 7 // 8
         if not self._may_use_cuda:
             return max(1 << 20, min(self._filesystem.read_nbytes, budget_nbytes))
         # longer only if every thread still gets work; which blocks go to the GPU is not known yet
@@ -255,14 +266,16 @@ class LoadJob:
         while (read := self._reads.get()) is not None:
             try:
                 if self._workers.error is None:
-                    decoder = decoder or Decoder(self._filesystem, self._options.verify, self._engine, gpu)
+                    decoder = decoder or Decoder(self._source, self._options.verify, self._engine, gpu)
                     start = time.perf_counter()
                     fetched = decoder.fetch(read)
                     fetching += time.perf_counter() - start
                     with self._decode_slots:
                         start = time.perf_counter()
                         decoder.decode(fetched)
-                        decoding += time.perf_counter() - start
+                        spent = time.perf_counter() - start
+                    decoding += spent
+                    self._source.decoded(read, spent)
                     if self._progress is not None:
                         self._progress(read.stop - read.start)
                     for block in read.blocks:
@@ -313,6 +326,7 @@ class LoadStats:
         items: how many tensors, parts of tensors and objects were loaded.
         nbytes: size of the tensors that were filled, in memory; of a checkpoint of stock DCP 0.
         fetched_nbytes: what was read of data files, without footers; of a checkpoint of stock DCP 0.
+        received_nbytes: what other ranks read of them for this one too.
         seconds: time for reading, decoding and placing.
         rank: the rank.
         stage_seconds: time in `fetch` and `decode`, of the busiest thread; both overlap, and of a checkpoint of stock
@@ -326,6 +340,7 @@ class LoadStats:
     seconds: float
     rank: int = 0
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    received_nbytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
@@ -333,7 +348,8 @@ class LoadStats:
 
     def __str__(self) -> str:
         rate = self.nbytes / self.seconds / 1e6 if self.seconds else 0.0
+        received = f" and {self.received_nbytes / 1e6:.2f} MB came from other ranks" if self.received_nbytes else ""
         return (
             f"loaded {self.nbytes / 1e6:.2f} MB in {self.items} items in {self.seconds:.2f} s ({rate:.0f} MB/s), of "
-            f"which {self.fetched_nbytes / 1e6:.2f} MB were read, from {self.checkpoint_id}"
+            f"which {self.fetched_nbytes / 1e6:.2f} MB were read{received}, from {self.checkpoint_id}"
         )

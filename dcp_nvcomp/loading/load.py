@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
 
 from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, meet, together
 from dcp_nvcomp.calls.suggestions import storage_of
@@ -29,12 +30,13 @@ from dcp_nvcomp.calls.values import (
     try_values_of,
     wrapped,
 )
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, RankFailedError
 from dcp_nvcomp.format.metadata.paths import saved_entries
 from dcp_nvcomp.loading.local_plans import LocalPlanner
 from dcp_nvcomp.loading.planner import planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.loading.shared_metadata import shared_metadata
+from dcp_nvcomp.loading.sharing.replicas import ExchangePolicy, Replicas, replicas_of
 from dcp_nvcomp.options import DtypePolicy, check_choice, option_names
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.open import real_place
@@ -49,6 +51,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     dtype: DtypePolicy = "same",
+    exchange: ExchangePolicy = "auto",
     **reader_options: Any,
 ) -> None:
     """Load a checkpoint into a state dict: of this package, or of stock DCP. All ranks of the process group call this.
@@ -67,6 +70,10 @@ def load(
         no_dist: if True, load in this process alone.
         dtype: `"same"` refuses a tensor of another dtype than the saved one, `"cast"` converts. A planner of another
             class than DCP's default one decides itself, as with `NvcompReader`, which warns.
+        exchange: of what several ranks want alike, as replicas of HSDP and DDP do, each can read a part and send it to
+            the others as it was stored. `"auto"` measures the first reads and does so if it takes less time,
+            `"always"` does it without, `"never"` lets each rank read for itself. It needs gloo for host memory in the
+            process group (`"gloo"`, or `"cpu:gloo,cuda:nccl"`), and the same value on all ranks; otherwise each reads.
         **reader_options: of the `NvcompReader` to make.
 
     Raises:
@@ -90,6 +97,7 @@ def load(
         tensor([0., 1., 2., 3.])
     """
     check_choice("dtype", dtype, DtypePolicy)
+    check_choice("exchange", exchange, ExchangePolicy)
     known = option_names(NvcompReader)
     reader = storage_of("load", NvcompReader, storage_reader, checkpoint_id, reader_options, known)
     if checkpoint_id:
@@ -100,9 +108,12 @@ def load(
     # not that the places are the same: nodes may mount one elsewhere, and whether the ranks saw one save is compared
     place = real_place(checkpoint_id or reader.path)
     stays = (planner is None or is_default_planner(planner, DefaultLoadPlanner)) and not reader.looks_at_plans
-    told = meet(group, Call("load", repr(where)), (place, reader.reads_alone, stays))
+    told = meet(group, Call("load", repr(where)), (place, reader.reads_alone, stays, exchange))
+    all_alike = {(one, alone) for one, alone, *_ in told} == {(place, False)}
+    replicas = replicas_of(group, [policy for *_, policy in told]) if all_alike else None
     with (
-        shared_metadata(reader, group, all_alike={(one, alone) for one, alone, _ in told} == {(place, False)}),
+        shared_metadata(reader, group, all_alike=all_alike),
+        _sharing(reader, replicas),
         _announced({} if failure is not None else state_dict, reader),
     ):
         values: dict[str, Any] = {}
@@ -112,7 +123,7 @@ def load(
             values, failure = try_values_of({key: state_dict[key] for key in sorted(state_dict)}, objects)
         whole = [key for key, value in state_dict.items() if expects_checkpoint(value)] if values else []
         chosen = planner_for(planner, may_cast=dtype == "cast", may_leave=whole)
-        planning = LocalPlanner(chosen, failure, stays=all(one for _, _, one in told))
+        planning = LocalPlanner(chosen, failure, stays=all(one for _, _, one, _ in told), replicas=replicas)
         failed: BaseException | None = None
         try:
             with together(group):
@@ -126,6 +137,10 @@ def load(
                 )
         except CheckpointException as error:  # of any ranks, the same on all of them
             failed = error_of_ranks(error, group)
+        except RankFailedError:  # where an exchange failed, this rank has closed its connections
+            if replicas is None or replicas.failure is None:
+                raise
+            raise replicas.failure from None
         if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
             if isinstance(failed, CheckpointError):
                 failed.path = failed.path or where
@@ -177,14 +192,32 @@ def _announced(state_dict: Mapping[str, Any], reader: NvcompReader) -> Iterator[
             value.expect(None)
 
 
+@contextmanager
+def _sharing(reader: NvcompReader, replicas: Replicas | None) -> Iterator[None]:
+    """Have a reader share reads with replicas, for one load."""
+    reader.replicas = replicas
+    try:
+        yield
+    finally:
+        reader.replicas = None
+
+
 class _Reading:
-    """A reader that hands a failure to read the metadata to the planner, as DCP would log it and go on."""
+    """A reader that hands a failure to read the metadata to the planner, as DCP would log it and go on.
+
+    Ranks that wait for this one, to compare what they read, do not wait in vain where its reading fails before that.
+    """
 
     def __init__(self, reader: NvcompReader, planner: LocalPlanner) -> None:
         self._reader, self._planner = reader, planner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader, name)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        replicas = self._reader.replicas
+        with nullcontext() if replicas is None else replicas.expected():
+            return self._reader.read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:

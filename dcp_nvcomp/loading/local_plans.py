@@ -13,16 +13,38 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_nvcomp.calls.values import unwrapped
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, ConfigurationError
 from dcp_nvcomp.loading.planner import WholeTensorPlanner
+from dcp_nvcomp.loading.sharing.replicas import Replicas
+
+
+class Seen(NamedTuple):
+    save_id: str | None  # id of the save; None if the checkpoint has none, as those of stock DCP
+    place: str  # path or URL, without passwords
+
+
+def check_same_save(plans: Sequence[LoadPlan], path: str) -> None:
+    seen: list[Seen] = [plan.storage_data for plan in plans]
+    saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
+    if len(saves) < 2:
+        return
+    if len(places) > 1:
+        raise ConfigurationError(
+            f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all ranks the same path. "
+            "If these are names of one place, another save replaced the checkpoint there: load again."
+        )
+    raise CheckpointReplacedError(
+        f"Another save replaced the checkpoint during the load (saves {saves}): load again.", path=path
+    )
 
 
 @dataclass(frozen=True)
@@ -46,8 +68,10 @@ class SomeKeys:
 class LocalPlanner:
     """Plans a load into what lies under one key, as another planner does."""
 
-    def __init__(self, planner: LoadPlanner, failure: CheckpointError | None, *, stays: bool) -> None:
-        self._planner = planner
+    def __init__(
+        self, planner: LoadPlanner, failure: CheckpointError | None, *, stays: bool, replicas: Replicas | None = None
+    ) -> None:
+        self._planner, self._replicas = planner, replicas
         self._stays = stays  # whether the plans of all ranks stay where they are
         self.failure = failure
         self.unplaced: SomeKeys | None = None  # what the coordinator has no place for; the same on all ranks
@@ -88,7 +112,8 @@ class LocalPlanner:
             self.unplaced = new_plan.planner_data
             new_plan = replace(self._plan, storage_data=new_plan.storage_data)
         self._asked = _keys_of(new_plan)
-        return self._planner.finish_plan(new_plan)
+        with nullcontext() if self._replicas is None else self._replicas.expected():
+            return self._planner.finish_plan(new_plan)
 
     def placed(self) -> SomeKeys:
         """Return which of the unplaced keys have a place on this rank."""

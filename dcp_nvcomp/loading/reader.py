@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -28,9 +28,11 @@ from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME, rank_of_metadata_name
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.job import LoadOptions, LoadStats
+from dcp_nvcomp.loading.local_plans import Seen, check_same_save
 from dcp_nvcomp.loading.planner import with_own_keys
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
+from dcp_nvcomp.loading.sharing.replicas import Replicas
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     STOCK_READER,
@@ -149,6 +151,7 @@ class NvcompReader(StorageReader):
         self._rank_parts: dict[int, Metadata] = {}
         self._failure: Exception | None = None
         self.given_metadata: Metadata | None = None  # what all ranks of a load share
+        self.replicas: Replicas | None = None  # the ranks of a load, where they may share reads
         self._save_id: str | None = None
         self.open_storage()  # fail fast on invalid options
 
@@ -316,7 +319,9 @@ class NvcompReader(StorageReader):
         try:
             planner = with_own_keys(planner)
             with ProgressBar("loading", stored_nbytes, enabled=self.progress and self._rank == 0) as bar:
-                loaded = load_items(filesystem, wanted, planner, self.load_options, progress=bar.update)
+                loaded = load_items(
+                    filesystem, wanted, planner, self.load_options, progress=bar.update, replicas=self.replicas
+                )
         except CheckpointError as error:
             error.message += " The contents of the destinations are undefined now: load again before using them."
             if is_missing(error):
@@ -325,8 +330,10 @@ class NvcompReader(StorageReader):
         finally:
             filesystem.close()
         seconds = time.perf_counter() - start
-        nbytes, fetched_nbytes, stages = loaded
-        stats = LoadStats(self.checkpoint_id, len(wanted), nbytes, fetched_nbytes, seconds, self._rank, stages)
+        nbytes, fetched_nbytes, received_nbytes, stages = loaded
+        stats = LoadStats(
+            self.checkpoint_id, len(wanted), nbytes, fetched_nbytes, seconds, self._rank, stages, received_nbytes
+        )
         self._report(stats)
         future: Future[None] = Future()
         future.set_result(None)
@@ -372,23 +379,3 @@ class NvcompReader(StorageReader):
         except (ConfigurationError, TypeError):
             return False
         return True
-
-
-class Seen(NamedTuple):
-    save_id: str | None  # id of the save; None if the checkpoint has none, as those of stock DCP
-    place: str  # path or URL, without passwords
-
-
-def check_same_save(plans: Sequence[LoadPlan], path: str) -> None:
-    seen: list[Seen] = [plan.storage_data for plan in plans]
-    saves, places = sorted({str(one.save_id) for one in seen}), sorted({one.place for one in seen})
-    if len(saves) < 2:
-        return
-    if len(places) > 1:
-        raise ConfigurationError(
-            f"The ranks load different checkpoints, {places[0]!r} and {places[1]!r}: give all ranks the same path. "
-            "If these are names of one place, another save replaced the checkpoint there: load again."
-        )
-    raise CheckpointReplacedError(
-        f"Another save replaced the checkpoint during the load (saves {saves}): load again.", path=path
-    )
