@@ -9,6 +9,7 @@ A rank's plan has its items by the number of their key; of one key it has one sh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -67,28 +68,29 @@ class SharedPlan:
 
     def save_plan(self, rank: int) -> SavePlan:
         """Return the final plan of a rank."""
-        made: dict[tuple[int, int], TensorWriteData] = {}
+        made: dict[int, tuple[int | None, TensorWriteData | None]] = {}  # of this rank, by the id of the layout
         items = []
         for key in np.sort(np.concatenate([self.numbers[part] for part in self.parts_of[rank]])).tolist():
             layout = self.layouts[key]
-            shard = layout.shard_of(rank)
+            if id(layout) not in made:
+                shard = layout.shard_of(rank)
+                made[id(layout)] = shard, None if shard is None else _write_data(layout, shard)
+            shard, data = made[id(layout)]
             if shard is None or self.owners[key][shard] != rank:
                 continue
             fqn = self.keys[key]
-            if layout.shape is None:
+            if data is None:
                 items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
                 continue
-            data = made.get((id(layout), shard))
-            if data is None:
-                data = made[id(layout), shard] = _write_data(layout, shard)
             index = MetadataIndex(fqn, data.chunk.offsets, int(self.hints[key][shard]))
             kind = WriteItemType.SHARD if layout.is_dtensor else WriteItemType.TENSOR
             items.append(WriteItem(index, kind, tensor_data=data))
         return SavePlan(items)
 
 
-def _write_data(layout: Layout, shard: int) -> TensorWriteData:
-    assert layout.shape is not None
+def _write_data(layout: Layout, shard: int) -> TensorWriteData | None:
+    if layout.shape is None:
+        return None
     offsets, sizes = (torch.Size(values[shard].tolist()) for values in (layout.offsets, layout.sizes))
     return TensorWriteData(
         ChunkStorageMetadata(offsets, sizes), properties_of(layout.properties), torch.Size(layout.shape)
@@ -195,13 +197,15 @@ def _owners(layouts: Sequence[Layout], ranks: int, *, lowest_rank: bool) -> tupl
     costs = {at: layout.nbytes + RECORD_NBYTES for at, layout in distinct.items()}
     shared = {at: _shared(layout, costs[at]) for at, layout in distinct.items()}
     loads = np.zeros(ranks, np.int64)
+    for at, count in Counter(map(id, layouts)).items():
+        if not shared[at]:
+            np.add.at(loads, first[at], count * costs[at])
     # minus what a shard costs, the first rank that has the key, the key, the shards and who holds them
     waiting = list[tuple[int, int, int, Ints, Ints]]()
     owners = []
     for key, layout in enumerate(layouts):
         at = id(layout)
         if not shared[at]:
-            np.add.at(loads, first[at], costs[at])
             owners.append(first[at])
             continue
         owners.append(first[at].copy())
