@@ -128,16 +128,17 @@ def test_groups_of_some_ranks_exchange_among_themselves(ranks: RankPool, tmp_pat
 
 def _in_another_order(path: Path) -> tuple[int, int]:
     full = _full()
-    save({"model": full}, path)
+    own = f"loader.{dist.get_rank()}"
+    save({"model": full, own: "of this rank alone"}, path)
     keys = sorted(full, reverse=dist.get_rank() == 1)
-    into, reader = {"model": {key: blank(full)[key] for key in keys}}, _reader(path)
+    into, reader = {"model": {key: blank(full)[key] for key in keys}, own: ""}, _reader(path)
     load(into, storage_reader=reader, exchange="always")
-    assert_same(into["model"], {key: full[key] for key in keys})
+    assert_same(into, {"model": {key: full[key] for key in keys}, own: "of this rank alone"})
     assert reader.last_load is not None
     return reader.last_load.fetched_nbytes, reader.last_load.received_nbytes
 
 
-def test_states_in_another_order_are_read_in_one(ranks: RankPool, tmp_path: Path) -> None:
+def test_states_in_another_order_and_with_objects_of_their_own_share(ranks: RankPool, tmp_path: Path) -> None:
     found = ranks.run(_in_another_order, tmp_path, world_size=2)
     assert len(list(tmp_path.glob("*.distcp"))) == 2
     assert sum(fetched for fetched, _ in found) <= _nbytes(tmp_path) and min(found)[1] > 6 << 20
