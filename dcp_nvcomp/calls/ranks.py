@@ -41,6 +41,8 @@ _GONE: Final = (
     "such as a CheckpointManager."
 )
 
+_ELSEWHERE: Final = "is_of_another_rank"
+
 _Called = tuple[str, int, str]  # the group's name, the number of the call in it, the call
 
 
@@ -109,6 +111,7 @@ def limit_of(group: dist.ProcessGroup) -> timedelta:
 def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) -> BaseException:
     """Return what to raise instead of DCP's exception, which is no `Exception`, and the same on all ranks."""
     failures = {number: failure for number, (failure, _) in error.failures.items()}
+    failures = {number: one for number, one in failures.items() if not getattr(one, _ELSEWHERE, False)} or failures
     rank = 0 if group is None else dist.get_rank(group)
     ours = failures.get(rank, next(iter(failures.values()), None))
     if isinstance(ours, CheckpointError) or (ours is not None and not isinstance(ours, Exception)):
@@ -121,6 +124,13 @@ def error_of_ranks(error: CheckpointException, group: dist.ProcessGroup | None) 
         failed.message += f" (raised in {stack[-1].filename}, line {stack[-1].lineno})"
     failed.__cause__ = ours  # with its traceback, if it is this rank's
     return failed
+
+
+def failed_elsewhere(name: str) -> RankFailedError:
+    """Return what a rank may raise because another one does: that one's error is raised then, on all of them."""
+    failure = RankFailedError(f"The {name} failed on another rank, which says why.")
+    setattr(failure, _ELSEWHERE, True)
+    return failure
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
 from dcp_nvcomp.saving.process_state import process_state
-from dcp_nvcomp.saving.rank_save import PreparedWrite, RankResults
+from dcp_nvcomp.saving.rank_save import RankResults
+from dcp_nvcomp.saving.saves import PreparedWrite
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 _Data: TypeAlias = list[Any]

@@ -63,7 +63,10 @@ class Fetched:
 
 
 class ReadSource(Protocol):
-    """What a decoder needs of a filesystem."""
+    """Where a decoder gets its bytes."""
+
+    def fetch(self, read: Read, buffer: memoryview) -> None:
+        """Fill the whole buffer with the bytes of a read."""
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill the whole buffer with the bytes of a file from `start` on."""
@@ -91,7 +94,7 @@ class Decoder:
         nbytes = read.stop - read.start
         devices = [self._gpu_of(block) for block in read.blocks]
         data = self._buffer_of(nbytes, pinned=self._pinned or any(devices))
-        self._source.read_into(read.name, read.start, data)
+        self._source.fetch(read, data)
         return Fetched(read, data, devices)
 
     def _buffer_of(self, nbytes: int, *, pinned: bool) -> memoryview:

@@ -118,7 +118,7 @@ class LoadJob:
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
         self._finished: SimpleQueue[Target] = SimpleQueue()
         self._decode_slots = threading.BoundedSemaphore(options.thread_count)
-        self._workers = WorkerGroup([self._reads])
+        self._workers = WorkerGroup([self._reads], self._failed)
         self._device = _current_device()
         self._committed = 0
         self._busy: dict[str, list[float]] = {"fetch": [], "decode": []}
@@ -134,16 +134,18 @@ class LoadJob:
                 for wanted, footer in zip(by_file.values(), footers, strict=True)
             ]
             files = list(map(WantedOfFile, by_file, footers, targets))
-            read_nbytes = self._longest_read(sum(target.nbytes for of_file in targets for target in of_file))
-            shared = plan_shared(files, read_nbytes, self._threads, self._replicas)
-        for of_file in targets:
-            for target in of_file:
-                if not target.blocks:
-                    self._finish_empty(target)
+            wanted_nbytes = sum(target.nbytes for of_file in targets for target in of_file)
+        read_nbytes = self._longest_read(wanted_nbytes)
+        shared_nbytes = self._longest_read(wanted_nbytes, copies=2)
+        shared = plan_shared(files, read_nbytes, shared_nbytes, self._threads, self._replicas)
         decoders = self._options.thread_count
         self._source = SharedFiles(self._filesystem, shared, self._replicas, self._threads, decoders)
         reads = [read for one in shared for read in one.reads]
         with self._source.exchanging():
+            for of_file in targets:
+                for target in of_file:
+                    if not target.blocks:
+                        self._finish_empty(target)
             self._workers.run(lambda: self._feed(reads, read_nbytes))
         self._commit_finished()
         count = sum(map(len, targets))
@@ -151,16 +153,18 @@ class LoadJob:
             raise RuntimeError(
                 f"{count - self._committed} of {count} items were not loaded, and no error was reported."
             )
-        wanted_nbytes = sum(target.nbytes for of_file in targets for target in of_file)
         stages = {stage: max(spent, default=0.0) for stage, spent in self._busy.items()}
         received_nbytes = self._source.received_nbytes
         fetched_nbytes = sum(read.stop - read.start for read in reads) - received_nbytes
         return Loaded(wanted_nbytes, fetched_nbytes, received_nbytes, stages)
 
-    def _longest_read(self, wanted_nbytes: int) -> int:
-        """Return the maximum length of a read, such that the buffers of all threads are within the budget."""
+    def _longest_read(self, wanted_nbytes: int, *, copies: int = 0) -> int:
+        """Return the maximum length of a read, such that the buffers of all threads are within the budget.
+
+        `copies` are those of each thread's read beside what storage takes.
+        """
         # an eighth is for everything else that a load needs
-        copies = self._filesystem.read_copies + (0 if self._replicas is None else 2)
+        copies += self._filesystem.read_copies
         budget_nbytes = self._options.host_memory_budget // self._threads // copies * 7 // 8
         if not self._may_use_cuda:
             return max(1 << 20, min(self._filesystem.read_nbytes, budget_nbytes))
@@ -168,6 +172,11 @@ class LoadJob:
         fair_nbytes = max(MIN_CUDA_READ_NBYTES, wanted_nbytes // (2 * self._threads))
         longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes, fair_nbytes))
         return 1 << (longest.bit_length() - 1)  # torch rounds page-locked memory up to a power of two
+
+    def _failed(self) -> None:
+        """Let no thread wait for what other ranks make, any more."""
+        if self._workers.error is not None:
+            self._source.give_up(self._workers.error)
 
     # --- calling thread ---------------------------------------------------------------------------------------------
 

@@ -137,10 +137,11 @@ def load(
                 )
         except CheckpointException as error:  # of any ranks, the same on all of them
             failed = error_of_ranks(error, group)
-        except RankFailedError:  # where an exchange failed, this rank has closed its connections
-            if replicas is None or replicas.failure is None:
-                raise
-            raise replicas.failure from None
+        except RankFailedError:
+            if replicas is not None:
+                replicas.close_connections()
+                replicas.raise_failure()
+            raise
         if failed is not None:  # only here: that exception's text is the tracebacks of all ranks
             if isinstance(failed, CheckpointError):
                 failed.path = failed.path or where
@@ -216,7 +217,7 @@ class _Reading:
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         replicas = self._reader.replicas
-        with nullcontext() if replicas is None else replicas.expected():
+        with nullcontext() if replicas is None else replicas.expected(is_last=True):
             return self._reader.read_data(plan, planner)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

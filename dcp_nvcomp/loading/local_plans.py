@@ -108,11 +108,11 @@ class LocalPlanner:
         return [replace(plan, planner_data=told) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        if self._plan is not None:
-            self.unplaced = new_plan.planner_data
-            new_plan = replace(self._plan, storage_data=new_plan.storage_data)
-        self._asked = _keys_of(new_plan)
-        with nullcontext() if self._replicas is None else self._replicas.expected():
+        with nullcontext() if self._replicas is None else self._replicas.expected(is_last=False):
+            if self._plan is not None:
+                self.unplaced = new_plan.planner_data
+                new_plan = replace(self._plan, storage_data=new_plan.storage_data)
+            self._asked = _keys_of(new_plan)
             return self._planner.finish_plan(new_plan)
 
     def placed(self) -> SomeKeys:

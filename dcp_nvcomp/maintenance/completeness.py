@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import CheckpointError
@@ -27,8 +27,8 @@ from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
 
 if TYPE_CHECKING:
     from dcp_nvcomp.format.metadata.roots import Root
-    from dcp_nvcomp.maintenance.run_listing import Step
 
+T = TypeVar("T")
 _DATA_NAME: Final = re.compile(rb"__[0-9]+_[0-9]+_[0-9a-f]{32}\.distcp")
 RUN_FOLDER: Final = ".run"
 SEEN_NAME: Final = "seen"
@@ -120,22 +120,22 @@ def _least_sizes(root: Root) -> dict[str, int]:
     return found
 
 
-class Seen:
-    """Checkpoints that were complete when they were opened."""
+class Seen(Generic[T]):
+    """Checkpoints that were complete when they were opened, and what was found in them."""
 
     def __init__(self, identities: Mapping[str, str] | None = None) -> None:
         self._identities = dict(identities or {})
-        self._steps: dict[str, Step] = {}  # what this process has opened itself
+        self._steps: dict[str, T] = {}  # what this process has opened itself
 
     def has(self, folder: str, identity: str | None) -> bool:
         """Return whether a checkpoint was complete, and is as it was then."""
         return identity is not None and self._identities.get(folder) == identity
 
-    def step(self, folder: str, identity: str | None) -> Step | None:
+    def step(self, folder: str, identity: str | None) -> T | None:
         """Return what this process found in a checkpoint that is as it was; None if it has to look."""
         return self._steps.get(folder) if self.has(folder, identity) else None
 
-    def note(self, folder: str, identity: str | None, step: Step) -> None:
+    def note(self, folder: str, identity: str | None, step: T) -> None:
         """Note that a checkpoint is complete; without an identity nothing is noted."""
         if identity is not None:
             self._steps[folder] = step
@@ -164,7 +164,7 @@ def identity_of(files: Iterable[FileInfo]) -> str | None:
     return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
 
-def read_seen(filesystem: Filesystem, below: Below) -> Seen:
+def read_seen(filesystem: Filesystem, below: Below) -> Seen[T]:
     """Return what is known of the checkpoints below a directory; nothing where it can't be read."""
     found: dict[str, str] = {}
     for file in below.files:

@@ -147,7 +147,7 @@ def list_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
 
 
 def steps_below(
-    filesystem: Filesystem, below: Below, *, seen: Seen, step_of: Callable[[str], int | None] | None = None
+    filesystem: Filesystem, below: Below, *, seen: Seen[Step], step_of: Callable[[str], int | None] | None = None
 ) -> list[Step]:
     """Return the checkpoints among what is below a directory, in natural order of their names."""
     folders: dict[str, list[FileInfo]] = {}
@@ -181,7 +181,7 @@ def _is_checkpoint(files: Iterable[FileInfo], folder: str, uploads: Iterable[str
 
 class _Look:
     def __init__(
-        self, filesystem: Filesystem, sizes: Mapping[str, int], seen: Seen, step_of: Callable[[str], int | None]
+        self, filesystem: Filesystem, sizes: Mapping[str, int], seen: Seen[Step], step_of: Callable[[str], int | None]
     ) -> None:
         self._filesystem, self._sizes, self._seen, self._step_of = filesystem, sizes, seen, step_of
         self._one_large = threading.Lock()

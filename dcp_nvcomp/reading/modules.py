@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_nvcomp.calls.suggestions import missing_below_prefix
 from dcp_nvcomp.calls.values import nested
@@ -15,15 +15,28 @@ from dcp_nvcomp.format.metadata.paths import paths_below, paths_of
 from dcp_nvcomp.loading.matching import is_extra_state, saved_names
 from dcp_nvcomp.options import DtypePolicy, check_choice
 
-if TYPE_CHECKING:
-    from dcp_nvcomp.reading.checkpoint import Checkpoint
-
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def load_into_module(
-    source: Checkpoint, module: torch.nn.Module, *, prefix: str, dtype: str, device: torch.device
-) -> None:
+class Source(Protocol):
+    """What is needed of a `Checkpoint`."""
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """The checkpoint's metadata."""
+
+    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Return some values."""
+
+    def read_into(self, tensors: Mapping[str, torch.Tensor]) -> object:
+        """Fill tensors."""
+
+
+def load_into_module(source: Source, module: torch.nn.Module, *, prefix: str, dtype: str, device: torch.device) -> None:
     """Load a module; see `Checkpoint.load_into`."""
     check_choice("dtype", dtype, DtypePolicy)
     state = module.state_dict(keep_vars=True)
@@ -52,7 +65,7 @@ def load_into_module(
         module.load_state_dict(assigned, strict=False, assign=True)
 
 
-def _extra_state(source: Checkpoint, key: str) -> Any:
+def _extra_state(source: Source, key: str) -> Any:
     if key in source.metadata.state_dict_metadata:
         return source.read([key])[key]
     below = paths_below(paths_of(source.metadata), key)
@@ -64,9 +77,7 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.nn.Parameter(tensor, value.requires_grad) if isinstance(value, torch.nn.Parameter) else tensor
 
 
-def _check(
-    source: Checkpoint, state: Mapping[str, Any], keys: Mapping[str, str], *, prefix: str, may_cast: bool
-) -> None:
+def _check(source: Source, state: Mapping[str, Any], keys: Mapping[str, str], *, prefix: str, may_cast: bool) -> None:
     """Refuse what can't be loaded, before anything is."""
     there = source.metadata.state_dict_metadata
     paths = paths_of(source.metadata)

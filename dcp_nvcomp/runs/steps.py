@@ -59,8 +59,8 @@ class RunSteps:
 
 
 def list_steps(
-    filesystem: Filesystem, names: StepNames, abandoned: Abandoned | None = None, *, seen: Seen | None = None
-) -> tuple[RunSteps, Seen]:
+    filesystem: Filesystem, names: StepNames, abandoned: Abandoned | None = None, *, seen: Seen[Step] | None = None
+) -> tuple[RunSteps, Seen[Step]]:
     below = filesystem.list_below()
     for folder, error in below.failed.items():
         if names.step_of(folder) is not None:

@@ -23,7 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
@@ -34,16 +34,15 @@ from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.format.collector import collector_paused
+from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile, WrittenFile, small_together
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import JobMemory, Task, TaskMemory, Tasks
+from dcp_nvcomp.saving.save_options import SaveOptions
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.base import Filesystem
-
-if TYPE_CHECKING:
-    from dcp_nvcomp.saving.rank_save import RankSave
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,8 @@ class _Lane:
 class SaveJob:
     def __init__(
         self,
-        part: RankSave,
+        options: SaveOptions,
+        identity: FileIdentity,
         filesystem: Filesystem,
         lanes: Sequence[Sequence[PlannedFile]],
         resolve: Callable[[WriteItem], Any],
@@ -85,11 +85,11 @@ class SaveJob:
         on_staged: Callable[[], None] | None,
         patience: Patience | None,
     ) -> None:
-        self._filesystem, self._options, self._identity = filesystem, part.options, part.identity
+        self._filesystem, self._options, self._identity = filesystem, options, identity
         self._lanes = [_Lane(number, files) for number, files in enumerate(lanes)]
         self._resolve, self._engine, self._remembered = resolve, engine, remembered
-        check = part.options.check_encodes == "all"
-        self._policy = engine.policy(part.options.device_memory_budget, check_encodes=check)
+        check = options.check_encodes == "all"
+        self._policy = engine.policy(options.device_memory_budget, check_encodes=check)
         self._memory, self._progress, self._patience = memory, progress, patience
         self._host_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_tasks: SimpleQueue[Task | None] = SimpleQueue()

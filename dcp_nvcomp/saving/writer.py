@@ -46,15 +46,9 @@ from dcp_nvcomp.saving.commit import FinishedSave, Publisher, commit_checkpoint,
 from dcp_nvcomp.saving.plans.differences import check_same_place
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.process_state import process_state
-from dcp_nvcomp.saving.rank_save import (
-    PreparedWrite,
-    RankResults,
-    RankSave,
-    Save,
-    SaveOptions,
-    Saves,
-    place,
-)
+from dcp_nvcomp.saving.rank_save import RankResults, RankSave, place
+from dcp_nvcomp.saving.save_options import SaveOptions
+from dcp_nvcomp.saving.saves import PreparedWrite, Save, Saves
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 

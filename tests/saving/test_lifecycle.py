@@ -24,8 +24,7 @@ from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
 from dcp_nvcomp.format.metadata.roots import Root, read_root
 from dcp_nvcomp.loading.job import LoadJob
-from dcp_nvcomp.saving import commit
-from dcp_nvcomp.saving import rank_save as saves
+from dcp_nvcomp.saving import commit, saves
 from dcp_nvcomp.saving.commit import LastPublished
 from dcp_nvcomp.saving.job import SaveJob
 from dcp_nvcomp.storage.base import Filesystem

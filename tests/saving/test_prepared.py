@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.saving.process_state import process_state
-from dcp_nvcomp.saving.rank_save import PreparedWrite, RankResults
+from dcp_nvcomp.saving.rank_save import RankResults
+from dcp_nvcomp.saving.saves import PreparedWrite
 from tests.checkpoints import assert_loads
 from tests.saving.test_lifecycle import FailsToFinish
 

@@ -10,6 +10,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from dcp_nvcomp.calls.ranks import together
+
 _ROUND_TAGS: Final = 1 << 29  # above those of reads
 _NEVER_SENT: Final = (1 << 31) - 1
 _MOMENT: Final = timedelta(milliseconds=1)
@@ -41,12 +43,14 @@ class Peers:
         self.others = [position for position in range(self.count) if position != self.own]
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> dist.Work:
-        work = dist.isend(data, group=self._group, group_dst=self._members[to], tag=self._tag(tag))
+        with together(self._group):
+            work = dist.isend(data, group=self._group, group_dst=self._members[to], tag=self._tag(tag))
         assert work is not None
         return work
 
     def receive(self, into: torch.Tensor, source: int, tag: int) -> dist.Work:
-        work = dist.irecv(into, group=self._group, group_src=self._members[source], tag=self._tag(tag))
+        with together(self._group):
+            work = dist.irecv(into, group=self._group, group_src=self._members[source], tag=self._tag(tag))
         assert work is not None
         return work
 
@@ -57,13 +61,26 @@ class Peers:
         works = [self.receive(told[position], position, tag) for position in self.others]
         works += [self.send(mine, position, tag) for position in self.others]
         for work in works:
-            work.wait()
+            self.wait(work)
         return told
 
+    def wait(self, work: dist.Work) -> None:
+        """Wait until a message is sent or has arrived; raise RankFailedError where it can't."""
+        with together(self._group):
+            work.wait()
+
     def abandon(self) -> None:
-        """Close the connections, so that no rank waits for this one: gloo does if a rank gives up waiting."""
-        with suppress(RuntimeError):
-            self.receive(torch.empty(1, dtype=torch.uint8), self.others[0], _NEVER_SENT).wait(_MOMENT)
+        """Close the connections, so that no rank waits for this one."""
+        close_connections(self._group)
 
     def _tag(self, tag: int) -> int:
-        return tag if tag == _NEVER_SENT else 2 * tag + self._number
+        return 2 * tag + self._number
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Close the connections of a group, which is of no use then: gloo does if a rank gives up waiting."""
+    other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    with suppress(RuntimeError):
+        work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=_NEVER_SENT)
+        assert work is not None
+        work.wait(_MOMENT)

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp.calls.ranks import together
+from dcp_nvcomp.errors import CheckpointError, RankFailedError
+from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.record import KIND_BYTES
 from dcp_nvcomp.loading.read_plan import Read, Target, plan_reads
-from dcp_nvcomp.loading.sharing.peers import can_exchange
+from dcp_nvcomp.loading.sharing.peers import can_exchange, close_connections
 
 ExchangePolicy = Literal["auto", "always", "never"]
 
@@ -37,6 +39,7 @@ class SharedReads:
 
     reads: Sequence[Read]
     members: tuple[int, ...]  # this rank too
+    kind: int  # distinguishes them from other reads that the members share
 
 
 class Replicas:
@@ -49,19 +52,33 @@ class Replicas:
         self.failure: BaseException | None = None  # after which this rank has closed its connections
 
     @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Come to the comparison even if what comes before it fails."""
+    def expected(self, *, is_last: bool) -> Iterator[None]:
+        """Come to the comparison even if what comes before it fails; if nothing comes after this, in any case."""
         try:
             yield
         except BaseException:
             with suppress(Exception):  # the failure counts
-                self.leave()
+                self._leave()
             raise
+        if is_last:
+            self._leave()
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Share no reads."""
         if not self._has_come:
             self.members([_NOTHING] * _KINDS)
+
+    def raise_failure(self) -> None:
+        """Raise what broke an exchange on this rank, if anything did."""
+        if isinstance(self.failure, CheckpointError) or not isinstance(self.failure, Exception | None):
+            raise self.failure.with_traceback(None)
+        if self.failure is not None:
+            words = f"{type(self.failure).__name__}: {self.failure}"
+            raise RankFailedError.of({self._rank: words}, is_alone=False) from self.failure
+
+    def close_connections(self) -> None:
+        """Close the connections of all ranks, after those of some broke: each may wait for another one."""
+        close_connections(self.group)
 
     def members(self, digests: Sequence[bytes]) -> list[tuple[int, ...]]:
         """Return for each digest the ranks that have it, in bunches of a size that can exchange with each other."""
@@ -100,33 +117,50 @@ class WantedOfFile:
 
 
 def plan_shared(
-    files: Sequence[WantedOfFile], read_nbytes: int, thread_count: int, replicas: Replicas | None
+    files: Sequence[WantedOfFile],
+    read_nbytes: int,
+    shared_nbytes: int,
+    thread_count: int,
+    replicas: Replicas | None,
 ) -> list[SharedReads]:
-    """Plan all reads, together with the ranks that make the same ones; reads that no other rank makes come last."""
+    """Plan all reads, together with the ranks that make the same ones; reads that no other rank makes come last.
+
+    Args:
+        files: what the load wants.
+        read_nbytes: the most that a read may take where none is shared.
+        shared_nbytes: the most that it may take where some are.
+        thread_count: number of load threads.
+        replicas: the ranks that may share reads.
+    """
+    alone = _planned(files, read_nbytes)
     if replicas is None:
-        return [SharedReads(_planned(files, read_nbytes), ())]
+        return [SharedReads(alone, (), 0)]
+    # all of it before the others learn of any: from then on they wait for this rank
     ordered = sorted(files, key=lambda one: one.file.name)  # the same on all ranks, whatever the order of their states
-    whole, parts, objects = (_of_kind(ordered, kind) for kind in ("whole", "part", "object"))
-    shared = [_planned(some, read_nbytes) for some in (whole, parts)]
-    members = replicas.members([_digest(reads, thread_count) for reads in shared])
+    whole, parts, objects, both = (
+        _planned(_of_kinds(ordered, kinds), shared_nbytes)
+        for kinds in (("whole",), ("part",), ("object",), ("whole", "part"))
+    )
+    members = replicas.members([_digest(reads, thread_count) for reads in (whole, parts)])
     if all(len(ranks) == 1 for ranks in members):
-        return [SharedReads(_planned(files, read_nbytes), members[0])]
+        return [SharedReads(alone, members[0], 0)]
+    last = SharedReads(objects, (), 0)
     if members[0] == members[1]:
-        shared, members = [_planned(_of_kind(ordered, "whole", "part"), read_nbytes)], members[:1]
-    alone = SharedReads(_planned(objects, read_nbytes), (dist.get_rank(replicas.group),))
-    return [*(SharedReads(*pair) for pair in zip(shared, members, strict=True) if pair[0]), alone]
+        return [SharedReads(both, members[0], 0), last]
+    return [SharedReads(whole, members[0], 0), SharedReads(parts, members[1], 1), last]
 
 
 def _planned(files: Sequence[WantedOfFile], read_nbytes: int) -> list[Read]:
-    return [read for one in files for read in plan_reads(one.file, one.footer, one.targets, read_nbytes)]
+    with collector_paused():
+        return [read for one in files for read in plan_reads(one.file, one.footer, one.targets, read_nbytes)]
 
 
-def _of_kind(files: Sequence[WantedOfFile], *kinds: str) -> list[WantedOfFile]:
-    of_kind = (
+def _of_kinds(files: Sequence[WantedOfFile], kinds: Sequence[str]) -> list[WantedOfFile]:
+    of_kinds = (
         WantedOfFile(one.file, one.footer, [target for target in one.targets if _kind_of(target) in kinds])
         for one in files
     )
-    return [one for one in of_kind if one.targets]
+    return [one for one in of_kinds if one.targets]
 
 
 def _kind_of(target: Target) -> str:

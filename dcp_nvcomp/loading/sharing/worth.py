@@ -42,7 +42,7 @@ class Measured:
     """
 
     def __init__(self, count: int, thread_count: int, decoder_count: int, peers: Peers) -> None:
-        self._count, self._thread_count, self._decoder_count, self._peers = count, thread_count, decoder_count, peers
+        self.count, self._thread_count, self._decoder_count, self._peers = count, thread_count, decoder_count, peers
         self._changed = threading.Condition()
         self._nbytes = 0
         self._began = self._ended = self._decode_seconds = 0.0
@@ -73,9 +73,13 @@ class Measured:
             self._changed.notify_all()
 
     def is_worthwhile(self) -> bool:
-        """Wait for the measured reads, and decide; all ranks call it, and get the same answer."""
+        """Wait for the measured reads, and decide; all ranks call it, and get the same answer.
+
+        Raises:
+            RankFailedError: a connection broke.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._gives_up or self._decoded == self._count)
+            self._changed.wait_for(lambda: self._gives_up or self._decoded == self.count)
             takes_part = torch.tensor([not self._gives_up])
         if not all(map(bool, self._peers.all_tell(takes_part))):
             return False
@@ -92,7 +96,7 @@ class Measured:
         """Return what a byte takes alone, and exchanged."""
         count = self._peers.count
         # fewer reads at a time than there would be: as if more of them were as fast each
-        stored = self._nbytes / (self._ended - self._began) * self._thread_count / self._count
+        stored = self._nbytes / (self._ended - self._began) * self._thread_count / self.count
         decode_seconds = self._decode_seconds / self._nbytes / self._decoder_count
         alone = max(1 / stored, decode_seconds)
         return alone, max(1 / stored / count, decode_seconds) + (count - 1) / count / received

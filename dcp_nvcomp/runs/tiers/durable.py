@@ -15,7 +15,7 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
-from dcp_nvcomp.maintenance.run_listing import COMPLETE, steps_below
+from dcp_nvcomp.maintenance.run_listing import COMPLETE, Step, steps_below
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.own_files import ID_NAME, REMOVING, is_pinned, pinned_steps, read_abandoned, run_id
@@ -43,7 +43,7 @@ class DurableTier:
         self._storage_options = dict(storage_options or {})
         self._lock = threading.Lock()  # held while one step is removed
         self._busy: Counter[int] = Counter()
-        self._seen: Seen | None = None  # until the first list
+        self._seen: Seen[Step] | None = None  # until the first list
         self._written_seen = b""
 
     def path_of(self, step: int) -> str:
