@@ -8,92 +8,39 @@ The order of the reads, and who makes which, is the same on all ranks. The ranks
 one that any of them lacks can always be made, sent and received: none waits for good, though each holds few at a time.
 
 A message begins with its status. A rank that can't read says so, and the next one makes that read for all, at last the
-first one again. A rank whose load has failed says that, and so ends the loads of the others; it makes and keeps nothing
-more, but takes part, or the others would wait. If a connection breaks there is no such way: all connections are closed.
+first one again; it makes more of that rank's reads ahead, as many will follow. A rank whose load has failed says that,
+and so ends the loads of the others; it makes and keeps nothing more, but takes part, or the others would wait. If a
+connection breaks there is no such way: all connections are closed.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Final
 
-import torch
 import torch.distributed as dist
 
 from dcp_nvcomp.calls.ranks import failed_elsewhere
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.loading.read_plan import Read
+from dcp_nvcomp.loading.sharing.messages import FAILED, THERE, UNREAD, Memory, Message
 from dcp_nvcomp.loading.sharing.peers import Peers
 from dcp_nvcomp.loading.sharing.worth import Measured
 from dcp_nvcomp.storage.base import Filesystem
 
 logger = logging.getLogger(__name__)
 
-_UNREAD, _THERE, _FAILED = range(3)
-_HEAD_NBYTES: Final = 64  # of a message, before the bytes of its read; the first is its status
-_REPLACING_THREADS: Final = 4
+_LOOKS_SECONDS: Final = 0.1
 
 
-class Memory:
-    """Buffers of messages, all of one size, that are used again."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes, self._free, self._lock = _HEAD_NBYTES + nbytes, list[torch.Tensor](), threading.Lock()
-
-    def take(self) -> torch.Tensor:
-        with self._lock:
-            return self._free.pop() if self._free else torch.empty(self._nbytes, dtype=torch.uint8)
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        with self._lock:
-            self._free.append(buffer)
-
-
-class _Message:
-    """A read's bytes, in memory that is given back once all its users have released it."""
-
-    def __init__(self, memory: Memory, nbytes: int, room: threading.Semaphore | None, users: int) -> None:
-        self._memory, self._room, self._users = memory, room, users
-        self._lock = threading.Lock()
-        self._buffer = memory.take()
-        self.data = self._buffer[: _HEAD_NBYTES + nbytes]
-
-    @property
-    def status(self) -> int:
-        return int(self.data[0])
-
-    @property
-    def payload(self) -> memoryview:
-        return self.data.numpy().data[_HEAD_NBYTES:]
-
-    def sent_as(self, status: int) -> torch.Tensor:
-        """Return what is sent: where the bytes are not there, no more than that."""
-        self.data[0] = status
-        return self.data if status == _THERE else self.data[:_HEAD_NBYTES]
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users:
-                return
-        self._memory.give_back(self._buffer)
-        if self._room is not None:
-            self._room.release()
-
-
-@dataclass(frozen=True)
-class _Expected:
-    """A read that this rank waits for: from another rank, or, without `work`, from a thread of its own."""
-
-    number: int
-    attempt: int
-    message: _Message | None
-    work: dist.Work | None
+# A read that this rank waits for: where and by what it arrives; neither where this rank makes it.
+_Expected = tuple[int, Message | None, dist.Work | None]
 
 
 def shares(reads: Sequence[Read], count: int) -> list[int]:
@@ -137,15 +84,17 @@ class Exchange:
         self._is_worthwhile: bool | None = True if measured is None else None
         self._after, self._is_over = after, threading.Event()
         self._changed = threading.Condition()
-        self._there: dict[int, _Message | BaseException] = {}  # what waits to be taken
-        self._made: dict[tuple[int, int], int] = {}  # status of what this rank has made, by number and attempt
+        self._there: dict[int, Message | BaseException] = {}  # what waits to be taken
+        self._made: dict[int, int] = {}  # the status of each read of this rank's share
+        self._ahead_of: dict[int, Iterator[int]] = {}  # reads of ranks that can't read, which this rank makes for them
+        self._made_ahead: dict[int, Future[tuple[Message, int]]] = {}
         self._read_error: BaseException | None = None  # why this rank can't read
         self._has_warned = False
         self._failure: BaseException | None = None  # why the load has failed, here or elsewhere
         self.broken: BaseException | None = None  # what broke the exchange itself: the connections are closed
         self._own: SimpleQueue[int | None] = SimpleQueue()
-        self._replacing: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
-        self._sending: SimpleQueue[tuple[list[dist.Work], _Message] | None] = SimpleQueue()
+        self._for_others: SimpleQueue[int | None] = SimpleQueue()
+        self._sending: SimpleQueue[tuple[list[dist.Work], Message] | None] = SimpleQueue()
         self._thread_count = thread_count
         self._ahead, self._window = threading.Semaphore(thread_count), threading.Semaphore(thread_count)
         self._workers = WorkerGroup([])
@@ -158,10 +107,9 @@ class Exchange:
         try:
             self._start("dcp-arrive", self._arrive_all)
             self._start("dcp-send", self._wait_for_sent)
-            for number in range(min(_REPLACING_THREADS, self._thread_count)):
-                self._start(f"dcp-replace-{number}", self._make_for_others)
             for number in range(self._thread_count):
                 self._start(f"dcp-share-{number}", self._make_own)
+                self._start(f"dcp-replace-{number}", self._make_for_others)
         except BaseException as error:
             self._break(error)
             raise
@@ -185,7 +133,7 @@ class Exchange:
             self._there.clear()
             self._changed.notify_all()
         for message in left:
-            if isinstance(message, _Message):
+            if isinstance(message, Message):
                 message.release()
         if self._measured is not None:
             self._measured.give_up()
@@ -245,43 +193,45 @@ class Exchange:
             if number is None:
                 self._own.put(None)
                 return
-            self._make(number, 0, self._ahead)
+            message = self._message(number, self._ahead, users=2)
+            status = self._read(number, message, is_own=True)
+            self._send(message, status, number, 0)
+            with self._changed:
+                self._made[number] = status
+                self._changed.notify_all()
 
     def _make_for_others(self) -> None:
-        while (task := self._replacing.get()) is not None:
-            self._make(*task, None)
-        self._replacing.put(None)
+        while (number := self._for_others.get()) is not None:
+            message = self._message(number, None, users=2)
+            self._made_ahead[number].set_result((message, self._read(number, message, is_own=False)))
+        self._for_others.put(None)
 
-    def _make(self, number: int, attempt: int, room: threading.Semaphore | None) -> None:
-        message = self._message(number, room, users=2)
-        status = self._read(number, attempt, message)
+    def _send(self, message: Message, status: int, number: int, attempt: int) -> None:
+        """Send what was made, and have it taken here."""
         data, tag = message.sent_as(status), self._tag(number, attempt)
         self._sending.put(([self._peers.send(data, to, tag) for to in self._peers.others], message))
-        if status == _THERE:
+        if status == THERE:
             self._arrived(number, message)
         else:
             message.release()
-        with self._changed:
-            self._made[number, attempt] = status
-            self._changed.notify_all()
 
-    def _message(self, number: int, room: threading.Semaphore | None, users: int = 1) -> _Message:
+    def _message(self, number: int, room: threading.Semaphore | None, users: int = 1) -> Message:
         read = self._reads[number]
-        return _Message(self._memory, read.stop - read.start, room, users)
+        return Message(self._memory, read.stop - read.start, room, users)
 
-    def _read(self, number: int, attempt: int, message: _Message) -> int:
-        """Make a read; return the status of its message."""
+    def _read(self, number: int, message: Message, *, is_own: bool) -> int:
+        """Make a read, of this rank's share or for another; return the status of its message."""
         if self._failure is not None:
-            return _FAILED
-        if self._read_error is not None and not attempt:  # each attempt may take minutes: others do it at once
-            return _UNREAD
+            return FAILED
+        if self._read_error is not None and is_own:  # to try again may take minutes: others do it at once
+            return UNREAD
         read = self._reads[number]
         try:
             self._filesystem.read_into(read.name, read.start, message.payload)
         except BaseException as error:
             self._read_error = error
-            return _UNREAD
-        return _THERE
+            return UNREAD
+        return THERE
 
     def _wait_for_sent(self) -> None:
         while (sent := self._sending.get()) is not None:
@@ -308,81 +258,108 @@ class Exchange:
                 self._exchange(range(self._alone, len(self._reads)))
         finally:
             self._is_over.set()
-            for queue in (self._own, self._replacing, self._sending):
+            for queue in (self._own, self._for_others, self._sending):
                 queue.put(None)
 
     def _exchange(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             if self._makers[number] == self._peers.own:
                 self._own.put(number)
-        upcoming, waiting = deque(numbers), deque[_Expected]()
-        while upcoming or waiting:
-            while upcoming and (expected := self._expected(upcoming[0], may_wait=not waiting)) is not None:
-                upcoming.popleft()
-                waiting.append(expected)
-            one = waiting.popleft()
-            status = self._status_of(one)
-            if status == _FAILED:
-                self.give_up(failed_elsewhere("load"))
-            elif status == _UNREAD and one.attempt < self._peers.count:
-                waiting.append(self._next_attempt(one))
-                continue
-            elif status == _UNREAD:
+        # strictly in order, on all ranks: else these could wait for each other
+        for number, message, work in self._expected(numbers):
+            status = self._first_status(number, message, work)
+            for attempt in range(1, 1 + self._peers.count):
+                if status != UNREAD:
+                    break
+                message, status = self._next_attempt(number, attempt, message)
+            if status == UNREAD:
                 assert self._read_error is not None  # all ranks have tried, this one too
-                self._arrived(one.number, self._read_error)
-            elif one.work is not None:
-                assert one.message is not None
-                self._received(one, one.message)
+                self._arrived(number, self._read_error)
+            elif status == FAILED:
+                self.give_up(failed_elsewhere("load"))
+            if message is None:
                 continue
-            if one.message is not None:
-                one.message.release()
+            if status == THERE:
+                self.received_nbytes += len(message.payload)
+                self._arrived(number, message)
+            else:
+                message.release()
 
-    def _expected(self, number: int, *, may_wait: bool) -> _Expected | None:
-        """Begin to wait for a read; return None if there is no room for it yet."""
-        if self._makers[number] == self._peers.own:
-            return _Expected(number, 0, None, None)
-        if not self._window.acquire(blocking=may_wait):
-            return None
-        return self._receiving(number, 0, self._message(number, self._window))
+    def _expected(self, numbers: Sequence[int]) -> Iterator[_Expected]:
+        """Yield reads in order, and begin to receive some ahead."""
+        upcoming, posted = deque(numbers), deque[_Expected]()
+        while upcoming or posted:
+            while upcoming:
+                number = upcoming[0]
+                message = work = None
+                if self._makers[number] != self._peers.own:
+                    if not self._window.acquire(blocking=not posted):
+                        break
+                    message = self._message(number, self._window)
+                    work = self._peers.receive(message.data, self._makers[number], self._tag(number, 0))
+                posted.append((upcoming.popleft(), message, work))
+            yield posted.popleft()
 
-    def _receiving(self, number: int, attempt: int, message: _Message) -> _Expected:
-        maker = (self._makers[number] + attempt) % self._peers.count
-        return _Expected(number, attempt, message, self._peers.receive(message.data, maker, self._tag(number, attempt)))
-
-    def _next_attempt(self, one: _Expected) -> _Expected:
-        """Have the next rank make a read that a rank could not make."""
-        number, attempt = one.number, one.attempt + 1
-        if (self._makers[number] + attempt) % self._peers.count == self._peers.own:
-            self._replacing.put((number, attempt))
-            return _Expected(number, attempt, one.message, None)
-        return self._receiving(number, attempt, one.message or self._message(number, None))
-
-    def _status_of(self, one: _Expected) -> int:
-        if one.work is not None:
-            assert one.message is not None
-            self._peers.wait(one.work)
-            return one.message.status
+    def _first_status(self, number: int, message: Message | None, work: dist.Work | None) -> int:
+        if message is not None and work is not None:
+            self._peers.wait(work)
+            return message.status
         with self._changed:
-            key = one.number, one.attempt
-            self._changed.wait_for(lambda: key in self._made or self.broken is not None)
+            self._changed.wait_for(lambda: number in self._made or self.broken is not None)
             if self.broken is not None:
                 raise self.broken
-            return self._made.pop(key)
+            return self._made.pop(number)
 
-    def _received(self, one: _Expected, message: _Message) -> None:
-        self.received_nbytes += len(message.payload)
-        if one.attempt and self._read_error is not None and not self._has_warned:
+    def _next_attempt(self, number: int, attempt: int, message: Message | None) -> tuple[Message | None, int]:
+        """Have the next rank make a read; return where it is unless this rank has made it, and its status."""
+        maker = (self._makers[number] + attempt) % self._peers.count
+        if maker == self._peers.own:
+            made, status = self._replacement(number, attempt)
+            self._send(made, status, number, attempt)
+            if status == THERE and message is not None:
+                message.release()
+                return None, status
+            return message, status
+        message = message or self._message(number, None)
+        self._peers.wait(self._peers.receive(message.data, maker, self._tag(number, attempt)))
+        if message.status == THERE and self._read_error is not None and not self._has_warned:
             self._has_warned = True
             logger.warning("Other ranks read for this one: %s", self._read_error)
-        self._arrived(one.number, message)
+        return message, message.status
 
-    def _arrived(self, number: int, message: _Message | BaseException) -> None:
+    def _replacement(self, number: int, attempt: int) -> tuple[Message, int]:
+        """Return a read that another rank could not make, and its status; have the next of its reads made ahead."""
+        if attempt == 1:
+            of = self._makers[number]
+            if of not in self._ahead_of:
+                later = range(number + 1, len(self._reads))
+                self._ahead_of[of] = iter([at for at in later if self._makers[at] == of])
+                self._make_ahead(of, self._thread_count)
+            else:
+                self._make_ahead(of, 1)
+            ahead = self._made_ahead.get(number)
+            if ahead is not None:
+                while not ahead.done() and self.broken is None:
+                    wait([ahead], _LOOKS_SECONDS)
+                if self.broken is not None:
+                    raise self.broken
+                del self._made_ahead[number]
+                return ahead.result()
+        message = self._message(number, None, users=2)
+        return message, self._read(number, message, is_own=False)
+
+    def _make_ahead(self, of: int, count: int) -> None:
+        for number in itertools.islice(self._ahead_of[of], count):
+            self._made_ahead[number] = Future()
+            self._for_others.put(number)
+
+    def _arrived(self, number: int, message: Message | BaseException) -> None:
         with self._changed:
             if self._failure is None:
                 self._there[number] = message
                 self._changed.notify_all()
                 return
-        if isinstance(message, _Message):
+        if isinstance(message, Message):
             message.release()
 
     def _break(self, error: BaseException) -> None:
@@ -392,7 +369,7 @@ class Exchange:
             self._changed.notify_all()
         self._peers.abandon()
         self._is_over.set()
-        for queue in (self._own, self._replacing, self._sending):
+        for queue in (self._own, self._for_others, self._sending):
             queue.put(None)
         for _ in range(self._thread_count):
             self._ahead.release()

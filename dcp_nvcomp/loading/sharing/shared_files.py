@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dcp_nvcomp.loading.read_plan import Read
-from dcp_nvcomp.loading.sharing.exchange import Exchange, Memory
+from dcp_nvcomp.loading.sharing.exchange import Exchange
+from dcp_nvcomp.loading.sharing.messages import Memory
 from dcp_nvcomp.loading.sharing.peers import Peers
 from dcp_nvcomp.loading.sharing.replicas import Replicas, SharedReads
 from dcp_nvcomp.loading.sharing.worth import Measured, first_reads
