@@ -47,8 +47,8 @@ class ShardPlaces(Mapping[MetadataIndex, Any]):
         self._order = np.argsort(self._name, kind="stable")  # of all shards, those of a name together
         self._begins = np.searchsorted(self._name[self._order], np.arange(len(fqns) + 1))
         self._known: dict[int, dict[int, int]] = {}  # shards of a name by their offset, once it was asked for
-        both = self._name * len(offsets) + self._offset
-        if len(np.unique(both)) < len(both) or any(self._at(index) is not None for index in others):
+        both = np.sort(self._name * len(offsets) + self._offset)
+        if (both[1:] == both[:-1]).any() or any(self._at(index) is not None for index in others):
             raise MetadataError("storage_data has a key twice.")
 
     def _at(self, index: MetadataIndex) -> int | None:

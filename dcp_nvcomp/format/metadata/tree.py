@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -57,6 +57,8 @@ class MetadataReader:
         self._reader = ValueReader(data_nbytes)
         self._files: dict[int, DataFileRef] = {}
         self._names: set[str] = set()
+        # by the ids of their nodes, which are kept alive
+        self._known_shards: dict[Any, tuple[Sequence[object], list[ChunkStorageMetadata]]] = {}
 
     def metadata(self, tree: object) -> Metadata:
         """Return the checked metadata. Consumes the tree."""
@@ -123,7 +125,14 @@ class MetadataReader:
         built = self._properties(properties)
         if math.prod(length or 1 for length in size) * built.dtype.itemsize >= LIMIT:
             raise MetadataError(f"A tensor of {tuple(size)} elements is larger than any storage.")
-        return TensorStorageMetadata(built, size, [self._shard(shard, size) for shard in shards])
+        return TensorStorageMetadata(built, size, self._shards(shards, size))
+
+    def _shards(self, nodes: Sequence[object], size: torch.Size) -> list[ChunkStorageMetadata]:
+        """Return the shards of a tensor; those that another of its size has are checked already."""
+        key = size, tuple(map(id, nodes))
+        if key not in self._known_shards:
+            self._known_shards[key] = nodes, [self._shard(node, size) for node in nodes]
+        return self._known_shards[key][1].copy()
 
     def _shard(self, node: object, size: torch.Size) -> ChunkStorageMetadata:
         if type(node) is Instance and type(node.built) is ChunkStorageMetadata:

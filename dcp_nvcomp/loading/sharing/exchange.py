@@ -105,17 +105,10 @@ class Exchange:
         """Begin, on the thread that closes it too."""
         self._has_started = True
         try:
-            self._start("dcp-arrive", self._arrive_all)
-            self._start("dcp-send", self._wait_for_sent)
-            for number in range(self._thread_count):
-                self._start(f"dcp-share-{number}", self._make_own)
-                self._start(f"dcp-replace-{number}", self._make_for_others)
+            self._workers.start("dcp-arrive", self._guarded, self._arrive_all)
         except BaseException as error:
             self._break(error)
             raise
-
-    def _start(self, name: str, work: Callable[[], None]) -> None:
-        self._workers.start(name, self._guarded, work)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         try:
@@ -255,11 +248,22 @@ class Exchange:
                     self._is_worthwhile = is_worthwhile
                     self._changed.notify_all()
             if self._is_worthwhile:
-                self._exchange(range(self._alone, len(self._reads)))
+                self._with_others()
         finally:
             self._is_over.set()
-            for queue in (self._own, self._for_others, self._sending):
-                queue.put(None)
+
+    def _with_others(self) -> None:
+        """Exchange reads, with threads that are there as long as that takes."""
+        workers = WorkerGroup([self._own, self._for_others, self._sending], lambda: self._break(workers.error))
+
+        def exchange() -> None:
+            workers.start("dcp-send", self._guarded, self._wait_for_sent)
+            for number in range(self._thread_count):
+                workers.start(f"dcp-share-{number}", self._guarded, self._make_own)
+                workers.start(f"dcp-replace-{number}", self._guarded, self._make_for_others)
+            self._exchange(range(self._alone, len(self._reads)))
+
+        workers.run(exchange)
 
     def _exchange(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -362,7 +366,7 @@ class Exchange:
         if isinstance(message, Message):
             message.release()
 
-    def _break(self, error: BaseException) -> None:
+    def _break(self, error: BaseException | None) -> None:
         """End all threads, here and on the other ranks, after an error that leaves no way to go on."""
         with self._changed:
             self.broken = self.broken or error

@@ -10,6 +10,7 @@ seconds. That receiving costs time of its own is true where cores are few, and p
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from dcp_nvcomp.loading.sharing.peers import Peers
 _FEWEST: Final = 16  # reads; with fewer there is nothing to gain
 _PART: Final = 12  # of the reads one in so many is made to measure, at most
 _TRIED_NBYTES: Final = 8 << 20  # that each rank receives
+_NEVER: Final = (0.0, math.inf)
 _GAIN: Final = 0.85  # the most that it may take of the time of a load without it
 
 
@@ -80,16 +82,21 @@ class Measured:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._gives_up or self._decoded == self.count)
-            takes_part = torch.tensor([not self._gives_up])
-        if not all(map(bool, self._peers.all_tell(takes_part))):
+            takes_part = not self._gives_up
+        # what a message takes need not be known where it would not pay if it took no time
+        if not self._is_less(self._seconds_of_a_byte(math.inf) if takes_part else _NEVER):
             return False
         others = len(self._peers.others)
         tried = torch.zeros(_TRIED_NBYTES // others, dtype=torch.uint8)
         began = time.perf_counter()
         self._peers.all_tell(tried)
         received = others * len(tried) / (time.perf_counter() - began)
-        mine = torch.tensor(self._seconds_of_a_byte(received), dtype=torch.float64)
-        alone, exchanged = torch.stack(self._peers.all_tell(mine)).sum(0).tolist()
+        return self._is_less(self._seconds_of_a_byte(received))
+
+    def _is_less(self, mine: tuple[float, float]) -> bool:
+        """Return whether a byte takes so much less if it is exchanged, on all ranks together."""
+        everyones = self._peers.all_tell(torch.tensor(mine, dtype=torch.float64))
+        alone, exchanged = torch.stack(everyones).sum(0).tolist()
         return bool(exchanged < _GAIN * alone)
 
     def _seconds_of_a_byte(self, received: float) -> tuple[float, float]:
