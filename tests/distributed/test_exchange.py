@@ -182,7 +182,7 @@ def _longer_than_the_limit(path: Path) -> bool:
     read = PosixFilesystem.read_into
 
     def slow(filesystem: Any, name: str, start: int, buffer: memoryview) -> None:
-        time.sleep(len(buffer) / 2e6 if len(buffer) > 1 << 19 else 0)
+        time.sleep(len(buffer) / 1e6 if len(buffer) > 1 << 19 else 0)
         read(filesystem, name, start, buffer)
 
     with patch.object(PosixFilesystem, "read_into", slow):
