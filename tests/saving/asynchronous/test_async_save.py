@@ -39,6 +39,7 @@ def on_its_own() -> Iterator[None]:
     """Each test begins like a process of its own, and leaves no save under way."""
     keeping.forget_all()
     yield
+    keeping.forget_all()  # a background process, where there are cores to spare
     patience = time.monotonic() + PATIENCE_SECONDS
     while names := [thread.name for thread in threading.enumerate() if thread.name.startswith("dcp-")]:
         assert time.monotonic() < patience, names
