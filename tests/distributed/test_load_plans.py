@@ -145,6 +145,32 @@ def test_one_rank_reads_the_metadata(ranks: RankPool, tmp_path: Path) -> None:
     assert others == [[]] * 3
 
 
+def _load_from(url: str, options: dict[str, Any]) -> None:
+    into = {"w": torch.zeros(4)}
+    load(into, url, **options)
+    assert_same(into, {"w": torch.ones(4)})
+
+
+def test_metadata_is_fetched_once_a_job(
+    ranks: RankPool, s3_store: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from moto.s3.responses import S3Response
+
+    get, fetched = S3Response.get_object, list[str]()
+
+    def counted(response: Any) -> Any:
+        fetched.append(response.parse_key_name().rpartition("/")[2])
+        return get(response)
+
+    monkeypatch.setattr(S3Response, "get_object", counted)
+    url, options = s3_store
+    save({"w": torch.ones(4)}, url, no_dist=True, **options)
+    fetched.clear()
+    ranks.run(_load_from, url, options)
+    assert fetched.count(".metadata") == 1, fetched
+    assert len([name for name in fetched if name.endswith(".distcp")]) == 2 * 4, "each rank reads a footer and its data"
+
+
 def _own_disks(path: Path, by: Any) -> str:
     """Load where each rank finds another checkpoint at the place that all of them name."""
     own = path / str(dist.get_rank())
