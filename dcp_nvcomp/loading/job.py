@@ -118,7 +118,7 @@ class LoadJob:
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
         self._finished: SimpleQueue[Target] = SimpleQueue()
         self._decode_slots = threading.BoundedSemaphore(options.thread_count)
-        self._workers = WorkerGroup([self._reads], self._failed)
+        self._workers = WorkerGroup([self._reads])
         self._device = _current_device()
         self._committed = 0
         self._busy: dict[str, list[float]] = {"fetch": [], "decode": []}
@@ -140,6 +140,7 @@ class LoadJob:
         shared = plan_shared(files, read_nbytes, shared_nbytes, self._threads, self._replicas)
         decoders = self._options.thread_count
         self._source = SharedFiles(self._filesystem, shared, self._replicas, self._threads, decoders)
+        self._workers = WorkerGroup([self._reads], self._source.give_up)
         reads = [read for one in shared for read in one.reads]
         with self._source.exchanging():
             for of_file in targets:
@@ -172,11 +173,6 @@ class LoadJob:
         fair_nbytes = max(MIN_CUDA_READ_NBYTES, wanted_nbytes // (2 * self._threads))
         longest = max(1 << 20, min(CUDA_READ_NBYTES, budget_nbytes, fair_nbytes))
         return 1 << (longest.bit_length() - 1)  # torch rounds page-locked memory up to a power of two
-
-    def _failed(self) -> None:
-        """Let no thread wait for what other ranks make, any more."""
-        if self._workers.error is not None:
-            self._source.give_up(self._workers.error)
 
     # --- calling thread ---------------------------------------------------------------------------------------------
 

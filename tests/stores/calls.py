@@ -14,7 +14,7 @@ import pytest
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.loading import reader
-from dcp_nvcomp.saving import rank_save
+from dcp_nvcomp.saving import save_options
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.faults.intercept import Counted, Intercepted
@@ -50,7 +50,7 @@ def _interposing(hook: Hook) -> Callable[..., Any]:
 def interposed(hook: Hook) -> Iterator[None]:
     """Let all calls that saves and loads of this process make go through a hook."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (rank_save, reader):
+        for module in (save_options, reader):
             patch.setattr(module, "open_filesystem", _interposing(hook))
         yield
 

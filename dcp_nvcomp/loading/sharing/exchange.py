@@ -254,7 +254,7 @@ class Exchange:
 
     def _with_others(self) -> None:
         """Exchange reads, with threads that are there as long as that takes."""
-        workers = WorkerGroup([self._own, self._for_others, self._sending], lambda: self._break(workers.error))
+        workers = WorkerGroup([self._own, self._for_others, self._sending], self._end_threads)
 
         def exchange() -> None:
             workers.start("dcp-send", self._guarded, self._wait_for_sent)
@@ -366,11 +366,14 @@ class Exchange:
         if isinstance(message, Message):
             message.release()
 
-    def _break(self, error: BaseException | None) -> None:
-        """End all threads, here and on the other ranks, after an error that leaves no way to go on."""
+    def _break(self, error: BaseException) -> None:
+        """Note an error that leaves no way to go on, and end all threads, here and on the other ranks."""
         with self._changed:
             self.broken = self.broken or error
             self._changed.notify_all()
+        self._end_threads()
+
+    def _end_threads(self) -> None:
         self._peers.abandon()
         self._is_over.set()
         for queue in (self._own, self._for_others, self._sending):

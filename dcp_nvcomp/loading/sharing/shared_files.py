@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.loading.read_plan import Read
 from dcp_nvcomp.loading.sharing.exchange import Exchange
 from dcp_nvcomp.loading.sharing.messages import Memory
@@ -82,10 +83,10 @@ class SharedFiles:
             exchange, number = found
             exchange.decoded(number, seconds)
 
-    def give_up(self, failure: BaseException) -> None:
+    def give_up(self) -> None:
         """Note that the load has failed, at once: a thread that waits for a read may wait for this one."""
         for one in self._exchanges:
-            one.give_up(failure)
+            one.give_up(CheckpointError("The load has failed on this rank."))
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
@@ -94,8 +95,8 @@ class SharedFiles:
             for one in self._exchanges:
                 one.start()
             yield
-        except BaseException as error:
-            self.give_up(error)
+        except BaseException:
+            self.give_up()
             self._close()
             raise
         if (failure := self._close()) is not None:
