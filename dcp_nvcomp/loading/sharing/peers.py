@@ -78,9 +78,12 @@ class Peers:
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Close the connections of a group, which is of no use then: gloo does if a rank gives up waiting."""
-    other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-    with suppress(RuntimeError):
-        work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=_NEVER_SENT)
-        assert work is not None
-        work.wait(_MOMENT)
+    """Close the connections of a group, which is of no use then: gloo closes all if a rank waits for one in vain."""
+    own = dist.get_rank(group)
+    for other in range(dist.get_world_size(group)):  # one that is closed already fails at once, and closes no other
+        if other == own:
+            continue
+        with suppress(RuntimeError):
+            work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=_NEVER_SENT)
+            assert work is not None
+            work.wait(_MOMENT)
