@@ -56,7 +56,7 @@ def _fails_to_read(path: Path, who: list[int], number: int | None, how: str, pol
     [
         (None, "raise"),
         (5, "raise"),
-        (5, "flip"),
+        pytest.param(5, "flip", marks=in_ci),
         pytest.param(1, "raise", marks=in_ci),
         pytest.param(1, "flip", marks=in_ci),
     ],
@@ -208,7 +208,7 @@ def _damaged(path: Path, policy: str, threads: int) -> tuple[str, int]:
 
 
 @each_way
-@pytest.mark.parametrize("part", [0.001, 0.5])
+@pytest.mark.parametrize("part", [0.001, pytest.param(0.5, marks=in_ci)])
 def test_damage_is_found_by_all_at_once(
     ranks: RankPool, tmp_path: Path, part: float, policy: str, threads: int
 ) -> None:
@@ -234,8 +234,9 @@ def _dies(path: Path, outcome: Path, at: int, policy: str) -> None:
         raise
 
 
-@pytest.mark.parametrize("policy", ["always", pytest.param("auto", marks=in_ci)])
-@pytest.mark.parametrize("at", [1, pytest.param(4, marks=in_ci)])
+@in_ci
+@pytest.mark.parametrize("policy", ["always", "auto"])
+@pytest.mark.parametrize("at", [1, 4])
 def test_a_rank_that_dies_ends_the_load_on_the_others_at_once(
     ranks: RankPool, tmp_path: Path, at: int, policy: str
 ) -> None:
