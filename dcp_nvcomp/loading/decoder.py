@@ -68,9 +68,6 @@ class ReadSource(Protocol):
     def fetch(self, read: Read, buffer: memoryview) -> None:
         """Fill the whole buffer with the bytes of a read."""
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill the whole buffer with the bytes of a file from `start` on."""
-
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes `start` to `stop` of a file (half-open)."""
 

@@ -68,12 +68,8 @@ class SharedFiles:
             exchange, number = found
             exchange.take(number, buffer)
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill a buffer from a file: what came from another rank, and turned out corrupt, is read by this one."""
-        self._filesystem.read_into(name, start, buffer)
-
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Read a range of a file."""
+        """Read a range of a file: what came from another rank, and turned out corrupt, is read by this one."""
         return self._filesystem.read(name, start, stop)
 
     def decoded(self, read: Read, seconds: float) -> None:
