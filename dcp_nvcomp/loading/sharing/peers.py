@@ -1,9 +1,16 @@
-"""Messages between the ranks that share reads, each from one to one other, over the group that they load with."""
+"""Messages between the ranks that share reads, each from one to one other, over the group that they load with.
+
+gloo leaves a rank waiting, for as long as its group may wait, if a connection ends in the middle of a message: it ends
+the wait only for messages that have not begun. So an empty message, which has no middle, follows each message, and
+another one answers it; a rank waits for these two, and for the message itself only when it is there.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -12,9 +19,21 @@ import torch.distributed as dist
 
 from dcp_nvcomp.calls.ranks import together
 
-_ROUND_TAGS: Final = 1 << 29  # above those of reads
-_NEVER_SENT: Final = (1 << 31) - 1
+_ROUND_TAGS: Final = 1 << 28  # above those of reads
+_NEVER_SENT: Final = (1 << 31) - 8
+_NETWORKS: Final = 8  # the most network interfaces; gloo sends by the one that a tag chooses
 _MOMENT: Final = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message under way, to another rank or from it."""
+
+    message: dist.Work
+    follower: dist.Work  # an empty message after it
+    answer: dist.Work | None  # an empty message back, if this rank sends
+    peer: int
+    tag: int
 
 
 def can_exchange(group: dist.ProcessGroup) -> bool:
@@ -38,52 +57,76 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], number: int) -> None:
         self._group, self._members, self._number = group, tuple(members), number
         self._rounds = 0
+        self._answers: list[dist.Work] = []
         self.own = self._members.index(dist.get_rank(group))
         self.count = len(self._members)
         self.others = [position for position in range(self.count) if position != self.own]
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> dist.Work:
-        with together(self._group):
-            work = dist.isend(data, group=self._group, group_dst=self._members[to], tag=self._tag(tag))
-        assert work is not None
-        return work
+    def send(self, data: torch.Tensor, to: int, tag: int) -> Transfer:
+        """Begin to send a message."""
+        tag = 4 * tag + 2 * self._number
+        message, follower = self._send(data, to, tag), self._send(_empty(), to, tag)
+        return Transfer(message, follower, self._receive(_empty(), to, tag + 1), to, tag)
 
-    def receive(self, into: torch.Tensor, source: int, tag: int) -> dist.Work:
+    def receive(self, into: torch.Tensor, source: int, tag: int) -> Transfer:
+        """Begin to receive a message."""
+        tag = 4 * tag + 2 * self._number
+        message, follower = self._receive(into, source, tag), self._receive(_empty(), source, tag)
+        return Transfer(message, follower, None, source, tag)
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait until a message has arrived, here or on the other rank; raise RankFailedError where it can't."""
         with together(self._group):
-            work = dist.irecv(into, group=self._group, group_src=self._members[source], tag=self._tag(tag))
-        assert work is not None
-        return work
+            (transfer.answer or transfer.follower).wait()
+            transfer.message.wait()
+            if transfer.answer is not None:
+                transfer.follower.wait()
+        if transfer.answer is None:
+            self._answers.append(self._send(_empty(), transfer.peer, transfer.tag + 1))
+
+    def settle(self) -> None:
+        """Wait until the other ranks know that their messages have arrived."""
+        with together(self._group):
+            while self._answers:
+                self._answers.pop().wait()
 
     def all_tell(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return what each of them tells, by position; all call it in the same order."""
         tag, self._rounds = _ROUND_TAGS + 2 * self._rounds, self._rounds + 1
         told = [mine if position == self.own else torch.empty_like(mine) for position in range(self.count)]
-        works = [self.receive(told[position], position, tag) for position in self.others]
-        works += [self.send(mine, position, tag) for position in self.others]
-        for work in works:
-            self.wait(work)
+        transfers = [self.receive(told[position], position, tag) for position in self.others]
+        transfers += [self.send(mine, position, tag) for position in self.others]
+        for transfer in transfers:
+            self.wait(transfer)
         return told
-
-    def wait(self, work: dist.Work) -> None:
-        """Wait until a message is sent or has arrived; raise RankFailedError where it can't."""
-        with together(self._group):
-            work.wait()
 
     def abandon(self) -> None:
         """Close the connections, so that no rank waits for this one."""
         close_connections(self._group)
 
-    def _tag(self, tag: int) -> int:
-        return 2 * tag + self._number
+    def _send(self, data: torch.Tensor, to: int, tag: int) -> dist.Work:
+        with together(self._group):
+            work = dist.isend(data, group=self._group, group_dst=self._members[to], tag=tag)
+        assert work is not None
+        return work
+
+    def _receive(self, into: torch.Tensor, source: int, tag: int) -> dist.Work:
+        with together(self._group):
+            work = dist.irecv(into, group=self._group, group_src=self._members[source], tag=tag)
+        assert work is not None
+        return work
+
+
+def _empty() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
     """Close the connections of a group, which is of no use then: gloo closes all if a rank waits for one in vain."""
     own = dist.get_rank(group)
-    for other in range(dist.get_world_size(group)):  # one that is closed already fails at once, and closes no other
-        if other == own:
-            continue
-        with suppress(RuntimeError):
-            work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=other, tag=_NEVER_SENT)
+    others = [other for other in range(dist.get_world_size(group)) if other != own]
+    for other, network in itertools.product(others, range(_NETWORKS)):
+        with suppress(RuntimeError):  # one that is closed already fails at once, and closes no other
+            work = dist.irecv(_empty(), group=group, group_src=other, tag=_NEVER_SENT + network)
             assert work is not None
             work.wait(_MOMENT)
