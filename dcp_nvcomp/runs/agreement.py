@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from dcp_nvcomp.calls.peers import Peers, close_connections
 from dcp_nvcomp.calls.process_groups import give_back, own_groups
 from dcp_nvcomp.calls.ranks import Arrival, Call, expect_same, limit_of, together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError, RanksDifferError, RunInUseError
@@ -108,15 +109,16 @@ class Ranks:
 
     def exchange(self, sent: torch.Tensor | None, to: int, received: torch.Tensor | None, source: int) -> None:
         """Send a tensor to one rank while another is received; either may be None."""
-        works = []
+        assert self._group is not None
+        peers, transfers = Peers(self._group, range(self.count)), []
         with self._after_all_came():
-            if sent is not None:
-                works.append(dist.isend(sent, group=self._group, group_dst=to))
             if received is not None:
-                works.append(dist.irecv(received, group=self._group, group_src=source))
-            for work in works:
-                if work is not None:
-                    work.wait()
+                transfers.append(peers.receive(received, source, 0))
+            if sent is not None:
+                transfers.append(peers.send(sent, to, 0))
+            for transfer in transfers:
+                peers.wait(transfer)
+            peers.settle()
 
     def close(self) -> None:
         """Give the group back; nothing but a row may be under way."""
@@ -134,6 +136,8 @@ class Ranks:
                 yield
         except RankFailedError as error:
             self._gone.error = error
+            if self._group is not None:  # others may wait for this rank
+                close_connections(self._group)
             raise
 
 

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.futures import Future
 
 from dcp_nvcomp import NvcompReader, errors, load, save
+from dcp_nvcomp.calls.peers import Peers
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.loading.sharing import worth
-from dcp_nvcomp.loading.sharing.peers import Peers
 from tests.conformance.sabotage import LOAD_STEPS, FailingLoadPlanner, Sabotage
 from tests.states import blank
 

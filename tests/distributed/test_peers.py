@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_nvcomp import errors
-from dcp_nvcomp.loading.sharing.peers import Peers, close_connections
+from dcp_nvcomp.calls.peers import Peers, close_connections
 
 from .launch import RankFailure, RankPool
 

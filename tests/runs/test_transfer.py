@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from dcp_nvcomp.runs.tiers.uploads import SourceError, upload_files
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import flip
-from tests.distributed.launch import RankPool
+from tests.distributed.launch import RankFailure, RankPool
 
 SIZES = {"a": 0, "b": 1, "c": 5000, "d": 4096, "e": 2048}
 
@@ -83,6 +85,42 @@ def test_what_cannot_be_read_is_told_to_all_and_nothing_else_comes_of_it(ranks: 
     errors = ranks.run(_ring, tmp_path, fault="unreadable")
     assert all(errors)
     assert not (tmp_path / "to-1" / "c").exists()
+
+
+def _dies_in_a_piece(place: Path, gone: int) -> None:
+    ranks, data = Ranks(dist.group.WORLD), torch.ones(512 << 20, dtype=torch.uint8)
+    into = data.clone()
+    dist.barrier()
+    if ranks.rank == gone:
+        begin = dist.isend
+
+        def begun(*arguments: Any, **options: Any) -> None:
+            begin(*arguments, **options)
+            time.sleep(0.02)
+            os._exit(9)
+
+        dist.isend = begun
+    began = time.monotonic()
+
+    def copy_on_and_on() -> None:
+        while True:
+            ranks.exchange(data, (ranks.rank + 1) % ranks.count, into, (ranks.rank - 1) % ranks.count)
+
+    with pytest.raises(CheckpointError, match="Another rank is gone"):
+        copy_on_and_on()
+    with pytest.raises(CheckpointError, match="Another rank is gone"):
+        ranks.gather(1)
+    (place / str(ranks.rank)).write_text(str(time.monotonic() - began))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_dies_in_a_piece_ends_the_copies_of_the_others(ranks: RankPool, tmp_path: Path, gone: int) -> None:
+    with pytest.raises(RankFailure):
+        ranks.run(_dies_in_a_piece, tmp_path, gone, world_size=3, timeout_s=60)
+    seconds = {int(file.name): float(file.read_text()) for file in tmp_path.iterdir()}
+    assert seconds.keys() == {0, 1, 2} - {gone}
+    assert max(seconds.values()) < 20
 
 
 def test_in_a_round_no_rank_sends_or_receives_twice() -> None:

@@ -24,11 +24,11 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Final
 
+from dcp_nvcomp.calls.peers import Peers, Transfer
 from dcp_nvcomp.calls.ranks import failed_elsewhere
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.loading.read_plan import Read
 from dcp_nvcomp.loading.sharing.messages import FAILED, THERE, UNREAD, Memory, Message
-from dcp_nvcomp.loading.sharing.peers import Peers, Transfer
 from dcp_nvcomp.loading.sharing.worth import Measured
 from dcp_nvcomp.storage.base import Filesystem
 

@@ -16,6 +16,7 @@ from typing import Final, Literal
 import torch
 import torch.distributed as dist
 
+from dcp_nvcomp.calls.peers import can_exchange, close_connections
 from dcp_nvcomp.calls.ranks import together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError
 from dcp_nvcomp.format.collector import collector_paused
@@ -23,7 +24,6 @@ from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.record import KIND_BYTES
 from dcp_nvcomp.loading.read_plan import Read, Target, plan_reads
-from dcp_nvcomp.loading.sharing.peers import can_exchange, close_connections
 
 ExchangePolicy = Literal["auto", "always", "never"]
 

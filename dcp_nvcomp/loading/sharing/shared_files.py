@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from dcp_nvcomp.calls.peers import Peers
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.loading.read_plan import Read
 from dcp_nvcomp.loading.sharing.exchange import Exchange
 from dcp_nvcomp.loading.sharing.messages import Memory
-from dcp_nvcomp.loading.sharing.peers import Peers
 from dcp_nvcomp.loading.sharing.replicas import Replicas, SharedReads
 from dcp_nvcomp.loading.sharing.worth import Measured, first_reads
 from dcp_nvcomp.storage.base import Filesystem

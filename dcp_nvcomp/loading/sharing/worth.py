@@ -19,7 +19,7 @@ from typing import Final
 
 import torch
 
-from dcp_nvcomp.loading.sharing.peers import Peers
+from dcp_nvcomp.calls.peers import Peers
 
 _FEWEST: Final = 16  # reads; with fewer there is nothing to gain
 _PART: Final = 12  # of the reads one in so many is made to measure, at most

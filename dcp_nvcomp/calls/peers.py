@@ -1,4 +1,4 @@
-"""Messages between the ranks that share reads, each from one to one other, over the group that they load with.
+"""Long messages, each from one rank to one other, over a process group.
 
 gloo leaves a rank waiting, for as long as its group may wait, if a connection ends in the middle of a message: it ends
 the wait only for messages that have not begun. So an empty message, which has no middle, follows each message, and
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dcp_nvcomp.calls.ranks import together
 
-_ROUND_TAGS: Final = 1 << 28  # above those of reads
+_ROUND_TAGS: Final = 1 << 28  # above those of other messages
 _NEVER_SENT: Final = (1 << 31) - 8
 _NETWORKS: Final = 8  # the most network interfaces; gloo sends by the one that a tag chooses
 _MOMENT: Final = timedelta(milliseconds=1)
@@ -46,15 +46,15 @@ def can_exchange(group: dist.ProcessGroup) -> bool:
 
 
 class Peers:
-    """The ranks that share some reads; their positions count, not their ranks.
+    """Ranks that send each other messages; their positions count, not their ranks.
 
     Args:
-        group: the ranks that load.
-        members: those of them that share the reads, this one too; the same on all of them.
-        number: distinguishes what these ranks share from other reads of the same load.
+        group: over which they do.
+        members: which ranks of it, this one too; the same on all of them.
+        number: 0, or 1: distinguishes these messages from others of the same ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], number: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, members: Sequence[int], number: int = 0) -> None:
         self._group, self._members, self._number = group, tuple(members), number
         self._rounds = 0
         self._answers: list[dist.Work] = []
@@ -75,7 +75,10 @@ class Peers:
         return Transfer(message, follower, None, source, tag)
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait until a message has arrived, here or on the other rank; raise RankFailedError where it can't."""
+        """Wait until a message has arrived, here or on the other rank; raise RankFailedError where it can't.
+
+        A rank that waited for what it sends before what it receives would not answer the other meanwhile.
+        """
         with together(self._group):
             (transfer.answer or transfer.follower).wait()
             transfer.message.wait()
