@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 import pytest
@@ -119,20 +119,32 @@ def test_a_state_beyond_the_budget_is_encoded(tmp_path: Path, caplog: pytest.Log
     assert_loads(tmp_path, state)
 
 
+@pytest.mark.parametrize("wait", ["staged", "nothing"])
 @pytest.mark.parametrize("is_planned", [False, True], ids=["first", "copied early"])
 def test_memory_that_cannot_be_had(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_planned: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_planned: bool,
+    wait: Literal["staged", "nothing"],
 ) -> None:
+    """Objects are those of the call all the same, which are asked for again."""
+    changed = threading.Event()
+
     def refuse(segment: SharedSegment, start: int, data: memoryview) -> None:
+        assert wait == "staged" or changed.wait(PATIENCE_SECONDS)
         raise OSError(28, "No space left on device")
 
     if is_planned:
-        finish(begin(state_of(0), tmp_path / "first"))
+        finish(begin({"first": {"of": [0]}, **state_of(0)}, tmp_path / "first"))
     process_state().shared.clear()
     monkeypatch.setattr(SharedSegment, "write", refuse)
-    state = {**state_of(1), **({} if is_planned else many_kinds())}
+    state = {"first": {"of": [1]}, **state_of(1), **({} if is_planned else many_kinds())}
     expected = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
-    saving = begin(state, tmp_path / "second")
+    saving = begin(state, tmp_path / "second", wait=wait)
+    expected["first"], state["first"]["of"][0] = {"of": [1]}, 2
+    changed.set()
+    saving.staging_completion.result(PATIENCE_SECONDS)
     state["w"].zero_()
     finish(saving)
     assert caplog.text.count("no memory for a copy of it") == 1
