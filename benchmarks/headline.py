@@ -88,7 +88,8 @@ def headline_table(results: Path) -> str:
     for figure in figures(results):
         lines.append([f"{figure.what}, {figure.unit}", *(figure.text(writer) for writer in WRITERS), figure.gain()])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"Saves and loads of {sizes.pop()}, {THREADS} threads.\n\n{table}"
+    head = f"Saves and loads of {sizes.pop()}, {THREADS} threads: medians, and the median of the ratios of repeats."
+    return f"{head}\n\n{table}"
 
 
 def headline_gains(results: Path) -> str:
