@@ -170,10 +170,10 @@ def _check_and_plot(report: Report, added: Any) -> None:
     }
     report.plots.append(Plot("Added to DCP's planning and commit", "ranks x tensors", "x DCP", series, level=0.25))
     reads = {
-        name: [(row["shards"], row[f"{cell}_seconds"]) for row in sorted(added.rows, key=lambda row: row["shards"])]
+        name: [(bar, row[f"{cell}_seconds"]) for bar, row in zip(bars, added.rows, strict=True)]
         for name, cell in (("safe read", "safe"), ("pickle.loads", "pickle"))
     }
-    report.plots.append(Plot("Read of .metadata", "shards", "seconds", reads, log_x=True, log_y=True))
+    report.plots.append(Plot("Read of .metadata", "ranks x tensors", "seconds", reads))
 
 
 # --- in the processes -------------------------------------------------------------------------------------------------
