@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -64,14 +66,24 @@ class Copy:
         options = "-q -x --show-capture=no --tb=no -p no:cacheprovider -o timeout=200"
         command = [sys.executable, "-m", "pytest", *options.split(), "-m", "", *mutation.tests.split()]
         environment = {**os.environ, "PYTHONPATH": str(self.directory), "DCP_NVCOMP_TEST_PROFILE": "all"}
-        run = subprocess.run(command, cwd=self.directory, env=environment, capture_output=True, text=True, check=False)
+        said = self.directory / "said"
+        with said.open("w") as output:  # not a pipe: what a broken test leaves running would keep it open
+            run = subprocess.Popen(
+                command,
+                cwd=self.directory,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            status = run.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
         self._write(mutation.file, text)
-        if run.returncode not in (0, 1):
+        if status not in (0, 1):
             return None
         # a name without "::" is a file that could not be imported: that proves nothing
-        return (
-            re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", run.stdout, re.MULTILINE) if run.returncode else []
-        )
+        return re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", said.read_text(), re.MULTILINE) if status else []
 
 
 def main() -> None:
