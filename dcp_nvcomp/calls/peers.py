@@ -8,6 +8,7 @@ another one answers it; a rank waits for these two, and for the message itself o
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ import torch.distributed as dist
 from dcp_nvcomp.calls.ranks import together
 
 _ROUND_TAGS: Final = 1 << 28  # above those of other messages
-_NEVER_SENT: Final = (1 << 31) - 8
-_NETWORKS: Final = 8  # the most network interfaces; gloo sends by the one that a tag chooses
+_MOST_NETWORKS: Final = 8
+# Between the tags of a message and of its answer. With several network interfaces gloo sends by the one that is the
+# tag's remainder: the same for both, so that both end if a connection does.
+_APART: Final = 840 * 639_132
+_NEVER_SENT: Final = (1 << 31) - _MOST_NETWORKS
 _MOMENT: Final = timedelta(milliseconds=1)
 
 
@@ -33,7 +37,7 @@ class Transfer:
     follower: dist.Work  # an empty message after it
     answer: dist.Work | None  # an empty message back, if this rank sends
     peer: int
-    tag: int
+    tag: int  # of the answer
 
 
 def can_exchange(group: dist.ProcessGroup) -> bool:
@@ -58,21 +62,22 @@ class Peers:
         self._group, self._members, self._number = group, tuple(members), number
         self._rounds = 0
         self._answers: list[dist.Work] = []
+        self._lock, self._is_abandoned = threading.Lock(), False
         self.own = self._members.index(dist.get_rank(group))
         self.count = len(self._members)
         self.others = [position for position in range(self.count) if position != self.own]
 
     def send(self, data: torch.Tensor, to: int, tag: int) -> Transfer:
         """Begin to send a message."""
-        tag = 4 * tag + 2 * self._number
+        tag, of_answer = self._tags(tag)
         message, follower = self._send(data, to, tag), self._send(_empty(), to, tag)
-        return Transfer(message, follower, self._receive(_empty(), to, tag + 1), to, tag)
+        return Transfer(message, follower, self._receive(_empty(), to, of_answer), to, of_answer)
 
     def receive(self, into: torch.Tensor, source: int, tag: int) -> Transfer:
         """Begin to receive a message."""
-        tag = 4 * tag + 2 * self._number
+        tag, of_answer = self._tags(tag)
         message, follower = self._receive(into, source, tag), self._receive(_empty(), source, tag)
-        return Transfer(message, follower, None, source, tag)
+        return Transfer(message, follower, None, source, of_answer)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait until a message has arrived, here or on the other rank; raise RankFailedError where it can't.
@@ -85,7 +90,7 @@ class Peers:
             if transfer.answer is not None:
                 transfer.follower.wait()
         if transfer.answer is None:
-            self._answers.append(self._send(_empty(), transfer.peer, transfer.tag + 1))
+            self._answers.append(self._send(_empty(), transfer.peer, transfer.tag))
 
     def settle(self) -> None:
         """Wait until the other ranks know that their messages have arrived."""
@@ -95,7 +100,7 @@ class Peers:
 
     def all_tell(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """Return what each of them tells, by position; all call it in the same order."""
-        tag, self._rounds = _ROUND_TAGS + 2 * self._rounds, self._rounds + 1
+        tag, self._rounds = _ROUND_TAGS + self._rounds, self._rounds + 1
         told = [mine if position == self.own else torch.empty_like(mine) for position in range(self.count)]
         transfers = [self.receive(told[position], position, tag) for position in self.others]
         transfers += [self.send(mine, position, tag) for position in self.others]
@@ -105,7 +110,14 @@ class Peers:
 
     def abandon(self) -> None:
         """Close the connections, so that no rank waits for this one."""
-        close_connections(self._group)
+        with self._lock:
+            if not self._is_abandoned:
+                self._is_abandoned = True
+                close_connections(self._group)
+
+    def _tags(self, tag: int) -> tuple[int, int]:
+        first = tag + 2 * self._number * _APART
+        return first, first + _APART
 
     def _send(self, data: torch.Tensor, to: int, tag: int) -> dist.Work:
         with together(self._group):
@@ -126,10 +138,17 @@ def _empty() -> torch.Tensor:
 
 def close_connections(group: dist.ProcessGroup) -> None:
     """Close the connections of a group, which is of no use then: gloo closes all if a rank waits for one in vain."""
-    own = dist.get_rank(group)
-    others = [other for other in range(dist.get_world_size(group)) if other != own]
-    for other, network in itertools.product(others, range(_NETWORKS)):
-        with suppress(RuntimeError):  # one that is closed already fails at once, and closes no other
-            work = dist.irecv(_empty(), group=group, group_src=other, tag=_NEVER_SENT + network)
-            assert work is not None
-            work.wait(_MOMENT)
+    with suppress(RuntimeError, ValueError):  # torch.distributed may have ended meanwhile
+        own = dist.get_rank(group)
+        others = [other for other in range(dist.get_world_size(group)) if other != own]
+        for other, network in itertools.product(others, range(_networks(group))):
+            with suppress(RuntimeError):  # one that is closed already fails at once, and closes no other
+                work = dist.irecv(_empty(), group=group, group_src=other, tag=_NEVER_SENT + network)
+                assert work is not None
+                work.wait(_MOMENT)
+
+
+def _networks(group: dist.ProcessGroup) -> int:
+    with suppress(AttributeError):
+        return len(group._get_backend(torch.device("cpu")).options._devices)  # type: ignore[attr-defined]
+    return _MOST_NETWORKS

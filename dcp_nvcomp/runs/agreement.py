@@ -129,13 +129,13 @@ class Ranks:
     @contextmanager
     def _after_all_came(self) -> Iterator[None]:
         """Explain what gloo raises where the other ranks are known to have come."""
-        if self._gone.error is not None:
-            raise self._gone.error.with_traceback(None)
         try:
+            if self._gone.error is not None:
+                raise self._gone.error.with_traceback(None)
             with together(self._group):
                 yield
         except RankFailedError as error:
-            self._gone.error = error
+            self._gone.error = self._gone.error or error
             if self._group is not None:  # others may wait for this rank
                 close_connections(self._group)
             raise

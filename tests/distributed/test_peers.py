@@ -79,3 +79,15 @@ def test_a_connection_that_ends_in_the_middle_of_a_message(
     found = {file.name: float(file.read_text()) for file in tmp_path.iterdir()}
     assert found.keys() == ({"0"} if how == "exit" else {"0", "1"})
     assert max(found.values()) < 20
+
+
+def _closes_late() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    dist.destroy_process_group()
+    close_connections(group)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the pool ends what there is
+
+
+def test_closing_after_torch_distributed_has_ended_raises_nothing(ranks: RankPool) -> None:
+    ranks.run(_closes_late, world_size=1, timeout_s=60)

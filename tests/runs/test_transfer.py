@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 import dcp_nvcomp
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.calls.ranks import Call
+from dcp_nvcomp.codecs.base import checksum
+from dcp_nvcomp.errors import CheckpointError, RankFailedError
 from dcp_nvcomp.format.data_file import find_data_file, read_footer
-from dcp_nvcomp.runs.agreement import Ranks
+from dcp_nvcomp.runs.agreement import Ranks, ranks_of_run
 from dcp_nvcomp.runs.tiers import nodes as transfer
 from dcp_nvcomp.runs.tiers import uploads
 from dcp_nvcomp.runs.tiers.nodes import Transfer, move_files, rounds
@@ -121,6 +124,62 @@ def test_a_rank_that_dies_in_a_piece_ends_the_copies_of_the_others(ranks: RankPo
     seconds = {int(file.name): float(file.read_text()) for file in tmp_path.iterdir()}
     assert seconds.keys() == {0, 1, 2} - {gone}
     assert max(seconds.values()) < 20
+
+
+def _dies_beside_other_work(place: Path) -> None:
+    """While rank 0 waits on another thread for rank 2, which has not come and will not, as its peer is gone."""
+    copying, uploading = ranks_of_run(dist.group.WORLD, Call("test"), 2)
+    data = torch.ones(1 << 20, dtype=torch.uint8)
+    into, waited = data.clone(), threading.Event()
+    dist.barrier()
+
+    def upload() -> None:
+        if copying.rank == 2:
+            assert waited.wait(50)
+        began = time.monotonic()
+        with pytest.raises(CheckpointError):
+            uploading.gather(1)
+        (place / str(copying.rank)).write_text(str(time.monotonic() - began))
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    if copying.rank == 1:
+        time.sleep(1)
+        os._exit(9)
+
+    def copy_on_and_on() -> None:
+        while True:
+            copying.exchange(data, (copying.rank + 1) % 3, into, (copying.rank - 1) % 3)
+
+    with pytest.raises(CheckpointError, match="Another rank is gone"):
+        copy_on_and_on()
+    waited.set()
+    thread.join()
+
+
+@pytest.mark.ci
+def test_a_rank_that_dies_ends_what_others_wait_for_on_other_threads(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        ranks.run(_dies_beside_other_work, tmp_path, world_size=3, timeout_s=60)
+    seconds = {int(file.name): float(file.read_text()) for file in tmp_path.iterdir()}
+    assert seconds.keys() == {0, 2}
+    assert max(seconds.values()) < 20
+
+
+def test_copies_that_break_off_leave_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(ranks: Ranks, sent: Any, to: int, received: torch.Tensor, source: int) -> None:
+        if any((tmp_path / "to").iterdir()):
+            raise RankFailedError("Another rank is gone.")
+        crc = checksum(received.zero_().numpy()[:-4])
+        received[-4:] = torch.frombuffer(bytearray(crc.to_bytes(4, "little")), dtype=torch.uint8)
+
+    (tmp_path / "to").mkdir()
+    monkeypatch.setattr(Ranks, "exchange", breaks)
+    monkeypatch.setattr(transfer, "_PIECE_NBYTES", 1024)
+    here = open_filesystem(tmp_path / "to")
+    with pytest.raises(RankFailedError):
+        move_files(Ranks(None), {Transfer(1, 0): {"c": 5000}}, here, here)
+    assert not list((tmp_path / "to").iterdir())
 
 
 def test_in_a_round_no_rank_sends_or_receives_twice() -> None:

@@ -373,7 +373,6 @@ class Exchange:
         self._end_threads()
 
     def _end_threads(self) -> None:
-        self._peers.abandon()
         self._is_over.set()
         for queue in (self._own, self._for_others, self._sending):
             queue.put(None)
@@ -382,3 +381,4 @@ class Exchange:
             self._window.release()
         if self._measured is not None:
             self._measured.give_up()
+        self._peers.abandon()

@@ -142,14 +142,17 @@ def move_files(
     ranks: Ranks, transfers: Mapping[Transfer, Mapping[str, int]], source: Filesystem, target: Filesystem
 ) -> Moved:
     ends = _Ends(source, target)
-    for one in rounds(list(transfers)):
-        outgoing = next((transfer for transfer in one if transfer.source == ranks.rank), None)
-        incoming = next((transfer for transfer in one if transfer.to == ranks.rank), None)
-        if outgoing is not None or incoming is not None:
-            sent = [] if outgoing is None else _pieces(transfers[outgoing])
-            received = [] if incoming is None else _pieces(transfers[incoming])
-            _run_round(ranks, ends, outgoing, sent, incoming, received)
-    return ends.finish()
+    try:
+        for one in rounds(list(transfers)):
+            outgoing = next((transfer for transfer in one if transfer.source == ranks.rank), None)
+            incoming = next((transfer for transfer in one if transfer.to == ranks.rank), None)
+            if outgoing is not None or incoming is not None:
+                sent = [] if outgoing is None else _pieces(transfers[outgoing])
+                received = [] if incoming is None else _pieces(transfers[incoming])
+                _run_round(ranks, ends, outgoing, sent, incoming, received)
+    finally:
+        moved = ends.finish()
+    return moved
 
 
 def _pieces(files: Mapping[str, int]) -> list[Piece]:
