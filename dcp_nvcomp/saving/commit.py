@@ -1,6 +1,7 @@
 """The commit: `.metadata` is published last and atomically; what it replaced is removed only after that.
 
-docs/reliability.md has the reason for each step.
+docs/reliability.md has the reason for each step. Runs publish steps of a fast tier in their own way
+(runs/step_save.py), and so do conversion and recovery, which have no save to commit.
 """
 
 from __future__ import annotations

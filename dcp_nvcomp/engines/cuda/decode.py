@@ -1,10 +1,10 @@
 """Encoded blocks to blocks, a batch at a time on a device; the blocks may be of any chains.
 
-check     on the host: CRC, lengths and flags, before the GPU sees a byte
+check     on the host: CRC, lengths and flags, before the GPU sees a byte (decode_jobs.py)
 fetch     encoded blocks --> one run of device memory
 decode    frames --> slices of coded planes in scratch memory; stored slices are copied there
 merge     planes --> blocks, in the caller's memory
-inspect   each block's CRC, which is compared on the host
+inspect   each decoded block's CRC, which is compared on the host
 
 A block that does not come out as its row says is reported, not refused: whether it is corrupt or the GPU wrong, only
 another decoder can tell. Encoding decodes each batch again, from where it was coded to, as a check.
