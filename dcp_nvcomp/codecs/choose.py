@@ -2,7 +2,9 @@
 
 codec option  --parse_codec-->  CodecChooser  --choose(element, sample, nbytes)-->  CodecChain, one per record
 
-saving/encode/choices.py asks for each record, and remembers what was chosen for records like it. `auto` takes the open chain that makes a record smallest, found in two steps:
+saving/encode/choices.py asks for each record, and remembers what was chosen for records like it.
+
+`auto` takes the open chain that makes a record smallest, found in two steps:
 
 look    a few thousand elements from all over the record, their exponents coded as literals: microseconds. Tells
         dense floats from zeros, constants, sparse tensors and floats of few values, but sees no repetition.
