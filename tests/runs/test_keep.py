@@ -17,7 +17,7 @@ import torch
 from dcp_nvcomp import CheckpointManager, Keep
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.runs.restoring.candidates import candidates
-from dcp_nvcomp.runs.retention import Best, SavedStep, reasons_to_keep
+from dcp_nvcomp.runs.retention import Best, SavedStep, reasons_to_keep, what_goes
 from tests.effort import THOROUGH
 
 
@@ -105,6 +105,12 @@ def test_a_callable_decides_but_for_the_newest() -> None:
         70: ("rule",),
         90: ("newest",),
     }
+
+
+def test_what_is_pinned_stays_whatever_a_rule_says() -> None:
+    doomed = what_goes(Keep(last=1), run(3), (), lambda: {run(3)[0].step})
+    assert doomed.steps == (run(3)[1].step,)
+    assert doomed.kept[run(3)[0].step] == ("pinned",)
 
 
 def test_no_rule_keeps_all() -> None:
