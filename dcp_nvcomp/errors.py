@@ -8,7 +8,7 @@
     ├── CheckpointExistsError            there is a checkpoint already and it may not be replaced (also FileExistsError)
     ├── CheckpointReplacedError          another save replaced the checkpoint during a load: load again
     ├── ConcurrentSaveError              another save won the same path
-    ├── EarlierSaveError                 an asynchronous save failed before, and nobody saw it: this one was not made
+    ├── EarlierSaveError                 an earlier asynchronous save failed unnoticed: this one was not made
     ├── RunInUseError                    another manager writes to this run
     ├── RanksDifferError                 not all ranks make the same call: one is missing, or has other arguments
     ├── RankFailedError                  another rank failed, or this one with a foreign error (also RuntimeError)
@@ -26,7 +26,7 @@
     ├── CorruptDataError                 bytes that fail their CRC, or decode to something else
     ├── MissingKeyError                  the checkpoint has no such key                  (also KeyError)
     ├── ShapeMismatchError               the requested shape differs from the saved shape
-    └── DtypeMismatchError               the requested dtype differs from the saved one, and nobody asked to convert
+    └── DtypeMismatchError               the requested dtype differs from the saved one, and dtype="cast" was not given
 
 DCP gathers errors across ranks with pickle, so each of them survives it with all of its attributes.
 """
@@ -169,7 +169,7 @@ class ConcurrentSaveError(CheckpointError):
 
 
 class EarlierSaveError(CheckpointError):
-    """An asynchronous save failed before and nobody looked at its future.
+    """An earlier asynchronous save failed, and its future was not looked at.
 
     The save that raises it was not made. It is raised on all ranks.
     """
@@ -334,4 +334,4 @@ class MissingKeyError(CheckpointError, KeyError):
 
 
 class DtypeMismatchError(CheckpointError):
-    """The requested dtype differs from the saved one, and nobody asked for a conversion."""
+    """The requested dtype differs from the saved one, and no conversion was asked for."""

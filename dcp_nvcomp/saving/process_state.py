@@ -213,7 +213,7 @@ class SaveSequence:
                 upload.was_looked_at = True
             whose = f"on rank {failed.index(True)}" if error is None else f"{type(error).__name__}: {error}"
             raise EarlierSaveError(
-                f"An earlier asynchronous save failed, and nobody has looked at its future ({whose}). This save was "
+                f"An earlier asynchronous save failed, and its future was not looked at ({whose}). This save was "
                 "not made. Look at `upload_completion` of each save, or catch this error and go on."
             ) from error
         if len(set(counts)) > 1:

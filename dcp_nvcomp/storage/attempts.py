@@ -111,7 +111,7 @@ class Attempts(ABC):
                 if not self._is_transient(error) or took + pause >= seconds * (1 - _LAST_SHARE):
                     failure = self._failure(what, where, reason, attempts, took, may_be_done)
                     if isinstance(error, _CutOffError):
-                        failure.errno = errno.ETIMEDOUT  # whatever the words are, nobody knows what became of the last
+                        failure.errno = errno.ETIMEDOUT  # whatever the words are, the last may have been done
                     raise failure from self._redact.error(error)
                 words = self._redact(str(error))
                 logger.info("Could not %s %s, trying again: %s", what, where, words)

@@ -124,7 +124,7 @@ class Comparison:
             return plans
         return [dataclasses.replace(plan, planner_data=_Told(plan.planner_data, self.words)) for plan in plans]
 
-    def heard(self, plan: SavePlan) -> SavePlan:
+    def received(self, plan: SavePlan) -> SavePlan:
         """Return this rank's final plan as the planner made it."""
         if not isinstance(plan.planner_data, _Told):
             return plan

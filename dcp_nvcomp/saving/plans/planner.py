@@ -251,7 +251,7 @@ class KeepingPlanner(SavePlanner):
         return self.comparison.told(plans), metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        new_plan = self.comparison.heard(new_plan)
+        new_plan = self.comparison.received(new_plan)
         if self._kept is not None:
             if self._is_new:
                 process_state().plans.keep(self._kept)

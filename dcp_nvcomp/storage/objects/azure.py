@@ -63,7 +63,7 @@ _CONNECTION_STRING: Final = "AZURE_STORAGE_CONNECTION_STRING"
 _PUBLIC: Final = ".blob.core.windows.net"
 _AZURE_URL: Final = re.compile(r"[A-Za-z]+://(?:(?P<container>[^/@]+)@)?(?P<host>[^/]+)(?:/(?P<prefix>.*))?", re.DOTALL)
 
-# obstore's errors have the status in their words only, and after them a dump of their insides, which nobody needs.
+# obstore's errors have the status in their words only, and after them a dump of their insides.
 _STATUS: Final = re.compile(r"status code: (\d{3})|\(code: (\d{3})\)")
 _DUMP: Final = "\n\nDebug source:"
 # Classes of its errors that may come without a status, by name.

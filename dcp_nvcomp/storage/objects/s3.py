@@ -391,7 +391,7 @@ class S3Output(PartedOutput):
             self._upload_id, self._uploads_lost = begun["UploadId"], attempts > 1
         number, body = len(self._parts) + 1, self._take_part()
         sent, _ = self._send("write", "upload_part", UploadId=self._upload_id, PartNumber=number, Body=body)
-        # with s3_additional_kwargs={"ChecksumAlgorithm": ...} the server wants to hear each part's checksum again
+        # with s3_additional_kwargs={"ChecksumAlgorithm": ...} the server needs each part's checksum again
         names = [name for name in sent if name.startswith("Checksum") and name != "ChecksumType"]
         checksums = {name: sent[name] for name in names}
         self._parts.append({"PartNumber": number, "ETag": sent["ETag"], **checksums})
