@@ -51,17 +51,22 @@ def test_messages_arrive_in_order(ranks: RankPool) -> None:
 
 def _breaks(outcome: Path, direction: str, how: str) -> None:
     peers, data = _peers(), torch.ones(LONG, dtype=torch.uint8)
-    dist.barrier()
     is_sender = (peers.own == 1) == (direction == "send")
-    one = peers.send(data, 1 - peers.own, 0) if is_sender else peers.receive(data, 1 - peers.own, 0)
-    began = time.monotonic()
-    if peers.own == 1:
-        time.sleep(MOMENT_SECONDS)
-        if how == "exit":
-            os._exit(9)
-        close_connections(dist.group.WORLD)  # type: ignore[arg-type]
-    with pytest.raises(errors.RankFailedError, match="Another rank is gone"):
+    begin = peers.send if is_sender else peers.receive
+
+    def wait() -> None:
+        one = begin(data, 1 - peers.own, 0)
+        if peers.own == 1:
+            time.sleep(MOMENT_SECONDS)
+            if how == "exit":
+                os._exit(9)
+            close_connections(dist.group.WORLD)  # type: ignore[arg-type]
         peers.wait(one)
+
+    dist.barrier()
+    began = time.monotonic()
+    with pytest.raises(errors.RankFailedError, match="Another rank is gone"):
+        wait()
     (outcome / str(peers.own)).write_text(f"{time.monotonic() - began:.1f}")
 
 
