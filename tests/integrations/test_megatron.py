@@ -106,7 +106,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 
 from dcp_nvcomp.integrations.megatron import register
 from tests.integrations.jobs.common import stand_in_for_cuda
@@ -118,8 +126,15 @@ stand_in_for_cuda()
 run = pathlib.Path(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(str(run / "store")), rank=0, world_size=1)
 register(writer={"codec": "auto"})
+WORLD = dist.group.WORLD
+loading = {
+    "verl": lambda path: FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy(), WORLD),
+    "SkyRL": lambda path: FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(path), WORLD),
+}
 cases = {
     "by class": TorchDistSaveShardedStrategy("torch_dist", 1),
+    "verl": FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(backend="torch_dist", version=1), WORLD),
+    "SkyRL": FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"), WORLD),
     "hint": TorchDistSaveShardedStrategy("torch_dist", 1, separation_hint="w"),
     "subclass": Subclass("torch_dist", 1),
 }
@@ -129,7 +144,9 @@ for name, strategy in cases.items():
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(40.0)), "step": 7}
     dist_checkpointing.save(state, str(path), strategy, content_metadata={"made by": name})
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(40))}
-    loaded, missing, unexpected = dist_checkpointing.load(state, str(path), strict="return_all")
+    loaded, missing, unexpected = dist_checkpointing.load(
+        state, str(path), loading[name](str(path)) if name in loading else None, strict="return_all"
+    )
     assert loaded["step"] == 7 and torch.equal(loaded["w"], torch.arange(40.0))
     assert not missing and not unexpected
     assert dist_checkpointing.load_common_state_dict(str(path))["step"] == 7
@@ -140,4 +157,10 @@ for name, strategy in cases.items():
 
 
 def test_whom_register_reaches(tmp_path: Path) -> None:
-    assert _printed(REGISTERED, str(tmp_path)) == ["by class True", "hint False", "subclass False"]
+    assert _printed(REGISTERED, str(tmp_path)) == [
+        "by class True",
+        "verl True",
+        "SkyRL True",
+        "hint False",
+        "subclass False",
+    ]
