@@ -106,8 +106,8 @@ def _panel(panel: Any, plot: Plot) -> None:
         panel.yaxis.set_minor_formatter(NullFormatter())
     else:
         low, high = panel.get_ylim()
-        room = 1 + 0.06 * len(plot.series) * (bars and len(plot.series) > 1)  # for the legend
-        panel.set_ylim(min(low, 0) if low < 0 and bars else 0, high * room)
+        room = 1 + 0.06 * len(plot.series) if bars and len(plot.series) > 1 else 1  # for the legend
+        panel.set_ylim(min(low, 0) if bars else 0, high * room)
     panel.set_title(plot.title, fontsize=10)
     panel.set_xlabel(plot.x, fontsize=9)
     panel.set_ylabel(plot.y, fontsize=9)

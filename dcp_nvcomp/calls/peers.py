@@ -30,7 +30,7 @@ _MOMENT: Final = timedelta(milliseconds=1)
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Pending:
     """A message under way, to another rank or from it."""
 
     message: dist.Work
@@ -67,30 +67,30 @@ class Peers:
         self.count = len(self._members)
         self.others = [position for position in range(self.count) if position != self.own]
 
-    def send(self, data: torch.Tensor, to: int, tag: int) -> Transfer:
+    def send(self, data: torch.Tensor, to: int, tag: int) -> Pending:
         """Begin to send a message."""
         tag, of_answer = self._tags(tag)
         message, follower = self._send(data, to, tag), self._send(_empty(), to, tag)
-        return Transfer(message, follower, self._receive(_empty(), to, of_answer), to, of_answer)
+        return Pending(message, follower, self._receive(_empty(), to, of_answer), to, of_answer)
 
-    def receive(self, into: torch.Tensor, source: int, tag: int) -> Transfer:
+    def receive(self, into: torch.Tensor, source: int, tag: int) -> Pending:
         """Begin to receive a message."""
         tag, of_answer = self._tags(tag)
         message, follower = self._receive(into, source, tag), self._receive(_empty(), source, tag)
-        return Transfer(message, follower, None, source, of_answer)
+        return Pending(message, follower, None, source, of_answer)
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, pending: Pending) -> None:
         """Wait until a message has arrived, here or on the other rank; raise RankFailedError where it can't.
 
         A rank that waited for what it sends before what it receives would not answer the other meanwhile.
         """
         with together(self._group):
-            (transfer.answer or transfer.follower).wait()
-            transfer.message.wait()
-            if transfer.answer is not None:
-                transfer.follower.wait()
-        if transfer.answer is None:
-            self._answers.append(self._send(_empty(), transfer.peer, transfer.tag))
+            (pending.answer or pending.follower).wait()
+            pending.message.wait()
+            if pending.answer is not None:
+                pending.follower.wait()
+        if pending.answer is None:
+            self._answers.append(self._send(_empty(), pending.peer, pending.tag))
 
     def settle(self) -> None:
         """Wait until the other ranks know that their messages have arrived."""
@@ -102,10 +102,10 @@ class Peers:
         """Return what each of them tells, by position; all call it in the same order."""
         tag, self._rounds = _ROUND_TAGS + self._rounds, self._rounds + 1
         told = [mine if position == self.own else torch.empty_like(mine) for position in range(self.count)]
-        transfers = [self.receive(told[position], position, tag) for position in self.others]
-        transfers += [self.send(mine, position, tag) for position in self.others]
-        for transfer in transfers:
-            self.wait(transfer)
+        begun = [self.receive(told[position], position, tag) for position in self.others]
+        begun += [self.send(mine, position, tag) for position in self.others]
+        for pending in begun:
+            self.wait(pending)
         return told
 
     def abandon(self) -> None:

@@ -49,6 +49,7 @@ class Ranks:
         self._group, self._gone = group, gone or _Gone()
         self._row: Row | None = None
         self.rank, self.count = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self._peers = None if group is None else Peers(group, range(self.count))
 
     @property
     def is_first(self) -> bool:
@@ -109,16 +110,16 @@ class Ranks:
 
     def exchange(self, sent: torch.Tensor | None, to: int, received: torch.Tensor | None, source: int) -> None:
         """Send a tensor to one rank while another is received; either may be None."""
-        assert self._group is not None
-        peers, transfers = Peers(self._group, range(self.count)), []
+        assert self._peers is not None
+        begun = []
         with self._after_all_came():
             if received is not None:
-                transfers.append(peers.receive(received, source, 0))
+                begun.append(self._peers.receive(received, source, 0))
             if sent is not None:
-                transfers.append(peers.send(sent, to, 0))
-            for transfer in transfers:
-                peers.wait(transfer)
-            peers.settle()
+                begun.append(self._peers.send(sent, to, 0))
+            for pending in begun:
+                self._peers.wait(pending)
+            self._peers.settle()
 
     def close(self) -> None:
         """Give the group back; nothing but a row may be under way."""

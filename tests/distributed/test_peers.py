@@ -1,4 +1,4 @@
-"""Messages of ranks that share reads, and connections that end in the middle of one."""
+"""Long messages between ranks, and connections that end in the middle of one."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from concurrent.futures import Future, wait
 from queue import SimpleQueue
 from typing import Final
 
-from dcp_nvcomp.calls.peers import Peers, Transfer
+from dcp_nvcomp.calls.peers import Peers, Pending
 from dcp_nvcomp.calls.ranks import failed_elsewhere
 from dcp_nvcomp.engines.threads import WorkerGroup
 from dcp_nvcomp.loading.read_plan import Read
@@ -38,7 +38,7 @@ _LOOKS_SECONDS: Final = 0.1
 
 
 # A read that this rank waits for: where and by what it arrives; neither where this rank makes it.
-_Expected = tuple[int, Message | None, Transfer | None]
+_Expected = tuple[int, Message | None, Pending | None]
 
 
 def shares(reads: Sequence[Read], count: int) -> list[int]:
@@ -92,7 +92,7 @@ class Exchange:
         self.broken: BaseException | None = None  # what broke the exchange itself: the connections are closed
         self._own: SimpleQueue[int | None] = SimpleQueue()
         self._for_others: SimpleQueue[int | None] = SimpleQueue()
-        self._sending: SimpleQueue[tuple[list[Transfer], Message] | None] = SimpleQueue()
+        self._sending: SimpleQueue[tuple[list[Pending], Message] | None] = SimpleQueue()
         self._thread_count = thread_count
         self._ahead, self._window = threading.Semaphore(thread_count), threading.Semaphore(thread_count)
         self._workers = WorkerGroup([])
@@ -226,9 +226,9 @@ class Exchange:
 
     def _wait_for_sent(self) -> None:
         while (sent := self._sending.get()) is not None:
-            transfers, message = sent
-            for transfer in transfers:
-                self._peers.wait(transfer)
+            begun, message = sent
+            for pending in begun:
+                self._peers.wait(pending)
             message.release()
 
     def _tag(self, number: int, attempt: int) -> int:
@@ -269,8 +269,8 @@ class Exchange:
             if self._makers[number] == self._peers.own:
                 self._own.put(number)
         # strictly in order, on all ranks: else these could wait for each other
-        for number, message, transfer in self._expected(numbers):
-            status = self._first_status(number, message, transfer)
+        for number, message, pending in self._expected(numbers):
+            status = self._first_status(number, message, pending)
             for attempt in range(1, 1 + self._peers.count):
                 if status != UNREAD:
                     break
@@ -294,18 +294,18 @@ class Exchange:
         while upcoming or posted:
             while upcoming:
                 number = upcoming[0]
-                message = transfer = None
+                message = pending = None
                 if self._makers[number] != self._peers.own:
                     if not self._window.acquire(blocking=not posted):
                         break
                     message = self._message(number, self._window)
-                    transfer = self._peers.receive(message.data, self._makers[number], self._tag(number, 0))
-                posted.append((upcoming.popleft(), message, transfer))
+                    pending = self._peers.receive(message.data, self._makers[number], self._tag(number, 0))
+                posted.append((upcoming.popleft(), message, pending))
             yield posted.popleft()
 
-    def _first_status(self, number: int, message: Message | None, transfer: Transfer | None) -> int:
-        if message is not None and transfer is not None:
-            self._peers.wait(transfer)
+    def _first_status(self, number: int, message: Message | None, pending: Pending | None) -> int:
+        if message is not None and pending is not None:
+            self._peers.wait(pending)
             return message.status
         with self._changed:
             self._changed.wait_for(lambda: number in self._made or self.broken is not None)
