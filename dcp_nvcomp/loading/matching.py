@@ -252,7 +252,7 @@ def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] =
         is_own = own_fqn is not None and (not entry.has_keys or _has_its_keys(flat.paths[own_fqn], entry.path))
         paths[fqn] = flat.paths[own_fqn] if is_own and own_fqn is not None else moved.get(entry.path, entry.path)
         is_data = _is_in_list(paths[fqn]) or _is_opaque(paths[fqn])
-        fits = is_own and not (is_data and _has_another_shape(value, entry))
+        fits = own_fqn is not None and not (is_data and _has_another_shape(value, entry))
         values[fqn] = _place_for(entry, value if fits else None)
         if fits and isinstance(value, torch.Tensor) and not is_data and not _is_below(paths[fqn], given):
             values[fqn] = value  # if an object was saved, the load raises
@@ -312,9 +312,7 @@ def _has_another_shape(own: Any, entry: SavedEntry) -> bool:
 
 
 def _has_its_keys(own: Path, saved: Path) -> bool:
-    return len(own) != len(saved) or all(
-        {type(one), type(other)} != {Key, str} for one, other in zip(own, saved, strict=True)
-    )
+    return len(own) != len(saved) or all(type(one) is type(other) for one, other in zip(own, saved, strict=True))
 
 
 def _place_for(entry: SavedEntry, own: Any) -> Any:

@@ -1,8 +1,8 @@
 """What saves of a process keep for the next ones: plans, choices of codecs, segments, and which saves are under way.
 
 The asynchronous saves of a process group are made in their order, two at most under way at once. Collectives of two
-saves must not meet, nor those of training. So there are two gloo groups of our own, which saves use in turn, and a
-third one, over which the ranks of a save first agree that it is the same one everywhere.
+saves must not meet, nor those of training. So there are two gloo groups of our own, which saves use in turn. The ranks
+of a save first agree that it is the same one everywhere.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ProcessState:
                 self._end(sequence)
             elif sequence.group is group:
                 return sequence
-        made = SaveSequence(group, () if group is None else own_groups(group, call, GROUP_COUNT))
+        made = SaveSequence(group, () if group is None else own_groups(group, call, _AT_ONCE))
         self._sequences.append(made)
         return made
 
@@ -119,8 +119,7 @@ atexit.register(lambda: _kept.free())
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 2
-GROUP_COUNT = 1 + _AT_ONCE
+_AT_ONCE = 2  # a save begins when the one before the last is over, so two saves never use a group at a time
 
 
 class SaveSequence:
@@ -129,8 +128,7 @@ class SaveSequence:
     def __init__(self, group: dist.ProcessGroup | None, own_groups: Sequence[dist.ProcessGroup] = ()) -> None:
         self.group = group
         self._own_groups = own_groups
-        made: Sequence[dist.ProcessGroup | None] = own_groups or [None] * GROUP_COUNT
-        self._for_agreeing, self._for_saves = made[0], list(made[1:])
+        self._in_turn: Sequence[dist.ProcessGroup | None] = own_groups or [None] * _AT_ONCE
         self._is_sound = True
         self._count = 0
         self._began_seconds: float | None = None
@@ -186,8 +184,9 @@ class SaveSequence:
         earlier: Sequence[UploadFuture],
     ) -> None:
         try:
-            self._agree(number, call, earlier)
-            metadata = save(self._for_saves[number % _AT_ONCE])
+            group = self._in_turn[number % _AT_ONCE]
+            self._agree(call, group, earlier)
+            metadata = save(group)
         except BaseException as error:
             if not isinstance(error, EarlierSaveError | RanksDifferError):
                 logger.error("An asynchronous save failed: %s: %s", type(error).__name__, error)
@@ -203,11 +202,10 @@ class SaveSequence:
         else:
             upload.set_result(metadata)
 
-    def _agree(self, number: int, call: Call, earlier: Sequence[UploadFuture]) -> None:
-        """Make sure that all ranks are at the same save, and that none has an earlier error that was not looked at."""
+    def _agree(self, call: Call, group: dist.ProcessGroup | None, earlier: Sequence[UploadFuture]) -> None:
+        """Make sure that all ranks make the same save, and that none has an earlier error that was not looked at."""
         error = next((error for upload in earlier if (error := upload.take_unseen_error()) is not None), None)
-        told = meet(self._for_agreeing, call, (number, error is not None))
-        counts, failed = [count for count, _ in told], [has_failed for _, has_failed in told]
+        failed = meet(group, call, error is not None)
         if any(failed):
             for upload in earlier:  # other ranks may have seen it fail, and this one not yet
                 upload.was_looked_at = True
@@ -216,9 +214,3 @@ class SaveSequence:
                 f"An earlier asynchronous save failed, and its future was not looked at ({whose}). This save was "
                 "not made. Look at `upload_completion` of each save, or catch this error and go on."
             ) from error
-        if len(set(counts)) > 1:
-            self._count = max(counts)  # so that the next ones fit again
-            raise RanksDifferError(
-                f"The ranks are not at the same asynchronous save: they have begun {counts}. Each rank has to call "
-                "async_save as often as the others; this save was not made."
-            )

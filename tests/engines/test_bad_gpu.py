@@ -230,10 +230,10 @@ class BadKernels:
             self._spoil(table, column=1 if name == "copy" else 0)
 
     def _spoil(self, table: RowTable, column: int) -> None:
-        """Flip a bit of what was written: a plane, a block, or a piece."""
+        """Change what was written, a plane, a block, or a piece: not so that it would be right if done twice."""
         for row in table.rows.tolist():
             if row[column]:
-                _memory(row[column], 1).bitwise_xor_(4)
+                _memory(row[column], 1).add_(4)
 
     def inspect(self, blocks: RowTable, crc: Tensor, seen: Tensor) -> None:
         self._run("inspect", blocks, crc, seen)
@@ -316,7 +316,7 @@ def some_state() -> dict[str, Any]:
 BUDGET = 8 << 20  # only because a stand-in fills all of it with garbage
 
 
-CHOSEN = [*CASES][:: 3 if THOROUGH else 29]
+CHOSEN = [*CASES][:: 1 if THOROUGH else 29]
 
 
 def save_and_load(path: Path, monkeypatch: pytest.MonkeyPatch, case: str, *, self_test: bool) -> None:

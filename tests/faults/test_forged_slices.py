@@ -88,6 +88,7 @@ FORGED: dict[str, Callable[[str], Callable[[bytes], bytes]]] = {
 
 
 SLOW = pytest.mark.slow
+IGNORED = {("deflate", "junk behind"), ("deflate", "two of them")}  # what follows a stream
 
 
 @pytest.mark.parametrize("verify", ["stored", pytest.param("full", marks=SLOW), pytest.param("off", marks=SLOW)])
@@ -95,7 +96,11 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("chain", list(CHAINS))
 def test_forged_slice_that_decodes_to_another_size(tmp_path: Path, chain: str, how: str, verify: str) -> None:
     path = saved(tmp_path / "run", codec=CHAINS[chain])
-    forge_slice(path, FORGED[how](chain.rpartition("-")[2]))
+    coder = chain.rpartition("-")[2]
+    forge_slice(path, FORGED[how](coder))
+    if (coder, how) in IGNORED:
+        assert same(load(path, STATE, verify=verify, engine="cpu"), STATE)
+        return
     error = cheap_refusal(path, verify=verify, engine="cpu")
     assert isinstance(error, errors.CorruptDataError)
     assert (error.path, error.fqn) == (str(data_file(path)), "w") and error.byte_range is not None

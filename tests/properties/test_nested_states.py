@@ -6,6 +6,7 @@ import enum
 import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,17 @@ def refusal(call: Callable[[], object]) -> str | None:
         assert error.fqn is not None  # noqa: PT017
         return error.fqn
     return None
+
+
+@pytest.mark.parametrize(
+    "found", [{}, {0: None}, {"": None, 0: None}, {"0": None}, {"0": torch.zeros(2)}, [None]], ids=str
+)
+def test_a_list_comes_back_where_a_dict_has_its_places_as_keys(tmp_path: Path, found: Any) -> None:
+    with CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager:
+        manager.save(1, {"a": [torch.ones(2)]}).saved.result(60)
+        state = {"a": found}
+        manager.restore(state)
+    assert is_same(state, {"a": [torch.ones(2)]})
 
 
 @settings(max_examples=examples(400), deadline=None)

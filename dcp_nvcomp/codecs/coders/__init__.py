@@ -144,7 +144,8 @@ class Deflate(_OpenCoder):
                 decoded = decompressor.decompress(stream, len(out) + 1)
             except zlib.error as error:
                 raise CorruptDataError(f"A deflate slice does not decode: {error}.") from error
-            if len(decoded) != len(out) or not decompressor.eof or decompressor.unused_data:
+            # what follows the stream is ignored: an encoder that states too large a size does no harm
+            if len(decoded) != len(out) or not decompressor.eof:
                 raise CorruptDataError(f"A deflate slice does not decode to exactly {len(out)} bytes.")
             out[:] = decoded
 
