@@ -445,6 +445,26 @@ def test_a_file_is_replaced_and_removed_while_another_reads_it(place: Location) 
 
 
 @SMB
+def test_a_file_that_is_replaced_once_it_is_open_is_read_whole(
+    place: Location, connections: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, other = made(place), opened(place)
+    reading.publish(".metadata", b"a" * 1000)
+    real = connections._open
+
+    def then_replaced(self: Any, path: str, mode: str, **options: Any) -> Any:
+        file = real(self, path, mode, **options)
+        if mode == "rb":
+            monkeypatch.setattr(connections, "_open", real)
+            other.publish(".metadata", b"b" * 10)
+        return file
+
+    monkeypatch.setattr(connections, "_open", then_replaced)
+    assert reading.read_all(".metadata", limit_nbytes=1 << 20) == b"a" * 1000
+    assert reading.read_all(".metadata", limit_nbytes=1 << 20) == b"b" * 10
+
+
+@SMB
 def test_a_publish_waits_for_readers(place: Location) -> None:
     """Windows replaces no file that any client has open, Samba none that is open on the same connection."""
     filesystem = made(place)
