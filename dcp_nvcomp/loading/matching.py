@@ -249,10 +249,10 @@ def completed(own: Any, entries: Sequence[SavedEntry], given: Collection[Path] =
     for fqn, entry in saved.items():
         own_fqn = names.get(fqn)
         value = None if own_fqn is None else flat.values[own_fqn]
-        is_own = own_fqn is not None and (not entry.has_keys or _has_its_keys(flat.paths[own_fqn], entry.path))
+        is_own = own_fqn is not None and (not entry.has_keys or _has_its_keys(flat.paths[own_fqn], entry.path, value))
         paths[fqn] = flat.paths[own_fqn] if is_own and own_fqn is not None else moved.get(entry.path, entry.path)
         is_data = _is_in_list(paths[fqn]) or _is_opaque(paths[fqn])
-        fits = own_fqn is not None and not (is_data and _has_another_shape(value, entry))
+        fits = is_own and not (is_data and _has_another_shape(value, entry))
         values[fqn] = _place_for(entry, value if fits else None)
         if fits and isinstance(value, torch.Tensor) and not is_data and not _is_below(paths[fqn], given):
             values[fqn] = value  # if an object was saved, the load raises
@@ -311,8 +311,14 @@ def _has_another_shape(own: Any, entry: SavedEntry) -> bool:
     return type(own) is torch.Tensor and isinstance(item, TensorStorageMetadata) and own.shape != item.size
 
 
-def _has_its_keys(own: Path, saved: Path) -> bool:
-    return len(own) != len(saved) or all(type(one) is type(other) for one, other in zip(own, saved, strict=True))
+def _has_its_keys(own: Path, saved: Path, value: Any) -> bool:
+    """Return whether the own path is that of a saved value; positions of a list may be a dict's keys on another rank."""
+    if len(own) != len(saved):
+        return True
+    differing = [
+        {type(one), type(other)} for one, other in zip(own, saved, strict=True) if type(one) is not type(other)
+    ]
+    return not differing or (isinstance(value, torch.Tensor) and {Key, str} not in differing)
 
 
 def _place_for(entry: SavedEntry, own: Any) -> Any:

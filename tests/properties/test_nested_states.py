@@ -78,9 +78,7 @@ def refusal(call: Callable[[], object]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "found", [{}, {0: None}, {"": None, 0: None}, {"0": None}, {"0": torch.zeros(2)}, [None]], ids=str
-)
+@pytest.mark.parametrize("found", [{}, {0: None}, {"": None, 0: None}, {"0": None}, {0: 5}, [None]], ids=str)
 def test_a_list_comes_back_where_a_dict_has_its_places_as_keys(tmp_path: Path, found: Any) -> None:
     with CheckpointManager(tmp_path, every=1, preemption_signals=()) as manager:
         manager.save(1, {"a": [torch.ones(2)]}).saved.result(60)
