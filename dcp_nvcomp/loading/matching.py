@@ -312,7 +312,7 @@ def _has_another_shape(own: Any, entry: SavedEntry) -> bool:
 
 
 def _has_its_keys(own: Path, saved: Path, value: Any) -> bool:
-    """Return whether the own path is that of a saved value; positions of a list may be a dict's keys on another rank."""
+    """Return whether an own path may be that of a saved value: a list has positions where another rank has keys."""
     if len(own) != len(saved):
         return True
     differing = [
