@@ -126,8 +126,8 @@ class _Making:
         self._thread.start()
 
     def _make(self) -> None:
-        is_lazy = (dist.get_world_size() if self._ranks is None else len(self._ranks)) > _MOST_CONNECTED
         try:
+            is_lazy = (dist.get_world_size() if self._ranks is None else len(self._ranks)) > _MOST_CONNECTED
             with _lazy() if is_lazy else nullcontext():
                 group = dist.new_group(
                     self._ranks, backend="gloo", timeout=self._limit, use_local_synchronization=self._ranks is not None

@@ -68,7 +68,7 @@ class NvcompCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self.name = type(self).__name__
         self._options, self._trusted = options, [*_CLASSES, *trusted_globals]
         self._directory, self._save_id = "", ""
-        self._failure: CheckpointError | None = None
+        self._failure: Exception | None = None
         self._loaded: dict[str, tuple[str, str]] = {}  # by directory a file and its save id
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -86,14 +86,14 @@ class NvcompCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
             state_dict = {**state_dict, _SAVE_ID: self._save_id}
         try:
             save_compressed_checkpoint(state_dict, path, **self._options)
-        except CheckpointError as error:
+        except Exception as error:  # whatever it is, the other ranks wait in `commit`
             self._failure = self._failure or error
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Wait until the files of all ranks are there.
 
         Raises:
-            CheckpointError: a file of this rank was not written.
+            CheckpointError: a file of this rank was not written, or what else `save` met.
             RankFailedError: one of another rank was not.
         """
         failure, self._failure = self._failure, None
