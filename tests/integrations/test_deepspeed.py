@@ -26,7 +26,7 @@ def deepspeed() -> None:
     "options",
     [
         ("1", "bf16"),
-        ("3",),
+        pytest.param(("3",), marks=pytest.mark.slow),
         pytest.param(("2", "bf16"), marks=pytest.mark.slow),
         pytest.param(("3", "bf16", "plain"), marks=pytest.mark.slow),
     ],
