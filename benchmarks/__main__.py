@@ -27,7 +27,6 @@ class Suite(str, Enum):
     runs = "runs"
     plans = "plans"
     loads = "loads"
-    groups = "groups"
     reshard = "reshard"
     scale = "scale"
     s3 = "s3"

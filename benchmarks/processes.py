@@ -7,7 +7,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import traceback
@@ -35,20 +34,15 @@ class Ranks:
 
     Args:
         count: how many; `run` may use fewer.
-        are_forked: True to fork them from a process that has imported this package, as many would not fit otherwise.
     """
 
-    def __init__(self, count: int, *, are_forked: bool = False) -> None:
-        context: Any = multiprocessing.get_context("forkserver") if are_forked else _CONTEXT
-        if are_forked:
-            context.set_forkserver_preload(["benchmarks.groups", "torch._decomp.decompositions"])
+    def __init__(self, count: int) -> None:
         self._workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._calls = 0
-        self._is_large = are_forked
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs,))
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(theirs,))
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -60,14 +54,11 @@ class Ranks:
             RuntimeError: a rank raised; with its traceback.
         """
         self._calls += 1
-        meeting = f"file://{self._directory.name}/meeting-{self._calls}"
-        if self._is_large:  # each rank reads such a file again and again
-            with socket.create_server(("127.0.0.1", 0)) as server:
-                meeting = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        meeting = Path(self._directory.name) / f"meeting-{self._calls}"
         workers = self._workers[:world_size]
         for rank, (_, connection) in enumerate(workers):
-            connection.send((rank, world_size, meeting, pickle.dumps((function, arguments))))
-        results, failures = list[Any](), list[str]()
+            connection.send((rank, world_size, str(meeting), pickle.dumps((function, arguments))))
+        results, failures = [], []
         for rank, (_, connection) in enumerate(workers):
             try:
                 done, value = connection.recv()
@@ -84,8 +75,6 @@ class Ranks:
     def __exit__(self, *error: object) -> None:
         for process, connection in self._workers:
             connection.close()
-            if self._is_large:  # many processes that end at once take minutes
-                process.kill()
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
@@ -109,7 +98,7 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
             function, arguments = pickle.loads(call)
             dist.init_process_group(
                 "gloo",
-                init_method=meeting,
+                init_method=f"file://{meeting}",
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(minutes=20),

@@ -6,21 +6,16 @@ of the one before; and they differ between ranks that are in different numbers o
 for good. So groups are not destroyed but cached by their ranks until torch.distributed ends; the ranks use those that
 all of them have in their caches; and a new one has a name of its own, and is made beside groups of one rank on ranks
 that are in fewer groups than others.
-
-gloo connects each rank of a group with each other when it makes one. Groups of many ranks are made lazy: gloo connects
-those that send each other something then. It has no time limit for that, so all collectives that are used over such a
-group are called once while it is made.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResultYet
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
@@ -30,8 +25,6 @@ from torch.distributed import distributed_c10d
 
 from dcp_nvcomp.calls.ranks import Call, PerWorld, global_ranks, limit_of, meet, together
 
-_LAZY: Final = "TORCH_GLOO_LAZY_INIT"  # of torch: `new_group` takes no options for gloo
-_MOST_CONNECTED: Final = 64  # ranks, each with each other
 _MOST_LIMITS: Final = 2  # torch waits for several things one after the other when it makes a group
 
 
@@ -127,13 +120,9 @@ class _Making:
 
     def _make(self) -> None:
         try:
-            is_lazy = (dist.get_world_size() if self._ranks is None else len(self._ranks)) > _MOST_CONNECTED
-            with _lazy() if is_lazy else nullcontext():
-                group = dist.new_group(
-                    self._ranks, backend="gloo", timeout=self._limit, use_local_synchronization=self._ranks is not None
-                )
-            if is_lazy:
-                _connect(group)
+            group = dist.new_group(
+                self._ranks, backend="gloo", timeout=self._limit, use_local_synchronization=self._ranks is not None
+            )
         except BaseException as error:
             self._made.set_exception(error)
             return
@@ -169,29 +158,6 @@ def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
     if any(making.is_under_way for making in _stuck.get()):
         raise RuntimeError("torch still waits for a process group that another rank did not make.")
     return _Making(ranks, limit).group()
-
-
-@contextmanager
-def _lazy() -> Iterator[None]:
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_LAZY]
-        else:
-            os.environ[_LAZY] = before
-
-
-def _connect(group: dist.ProcessGroup) -> None:
-    """Call the collectives that DCP and we use, as they connect different ranks."""
-    count = dist.get_world_size(group)
-    is_first = dist.get_rank(group) == 0
-    dist.all_gather_object([None] * count, None, group=group)
-    dist.broadcast_object_list([None], group=group, group_src=0)
-    dist.gather_object(None, [None] * count if is_first else None, group=group, group_dst=0)
-    dist.scatter_object_list([None], [None] * count if is_first else None, group=group, group_src=0)
 
 
 class _NamedRank(int):

@@ -43,10 +43,9 @@ _CLASSES = (
 class NvcompCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
     """Write the files of `engine.save_checkpoint` compressed, and load these and plain ones.
 
-    Give it to a DeepSpeed engine before the first save or load. Of `save_16bit_model` too a file of
-    `save_compressed_checkpoint` comes. A file appears once it is complete and on the disk, and `latest` names a
-    checkpoint only when the files of all ranks do. Plain files are loaded as DeepSpeed loads them, with
-    `weights_only=False`.
+    Give it to a DeepSpeed engine before the first save or load. `save_16bit_model` also writes a file of
+    `save_compressed_checkpoint`. A file appears once it is complete and on the disk, and `latest` is written only once
+    the files of all ranks are there. Plain files are loaded as DeepSpeed loads them, with `weights_only=False`.
 
     Args:
         trusted_globals: dotted names that values of `client_state` may use, as for `NvcompReader`.
@@ -69,7 +68,7 @@ class NvcompCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self._options, self._trusted = options, [*_CLASSES, *trusted_globals]
         self._directory, self._save_id = "", ""
         self._failure: Exception | None = None
-        self._loaded: dict[str, tuple[str, str]] = {}  # by directory a file and its save id
+        self._loaded: dict[str, dict[str, str]] = {}  # by directory the files of one load and their save ids
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begin a save. All ranks call this."""
@@ -121,7 +120,12 @@ class NvcompCheckpointEngine(TorchCheckpointEngine):  # type: ignore[misc]
         device = map_location if isinstance(map_location, str | torch.device) else "cpu"
         state = load_compressed_checkpoint(path, device=device, trusted_globals=self._trusted)
         if isinstance(state, dict) and (save_id := state.pop(_SAVE_ID, None)) is not None:
-            other, other_id = self._loaded.setdefault(os.path.dirname(path), (path, save_id))
+            directory = os.path.dirname(path)
+            if path in self._loaded.get(directory, {}):  # another load, maybe of what was saved since
+                del self._loaded[directory]
+            beside = self._loaded.setdefault(directory, {})
+            beside[path] = save_id
+            other, other_id = next(iter(beside.items()))
             if save_id != other_id:
                 raise CheckpointError(
                     f"This file and {other} come from two saves with the same tag, the later of which did not end: "

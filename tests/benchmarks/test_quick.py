@@ -283,16 +283,10 @@ def _loads(rows: Tables) -> None:
     assert ours["nbytes"] < theirs["nbytes"]
 
 
-def _groups(rows: Tables) -> None:
-    lazy, each_with_each = rows["connections"][-2:]
-    assert lazy["of_others"] < each_with_each["of_others"] == lazy["ranks"] * lazy["groups"]
-
-
 CHECKS: dict[str, tuple[Callable[[Tables], None], dict[str, Any]]] = {
     "cpu": (_cpu, {}),
     "plans": (_plans, {}),
     "loads": (_loads, {}),
-    "groups": (_groups, {}),
     "overlap": (_overlap, {}),
     "reshard": (_reshard, {}),
     "scale": (_scale, {"parts": ("tensors", "size", "ranks", "planning", "memory")}),

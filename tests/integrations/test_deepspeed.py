@@ -57,7 +57,7 @@ def _check_other_programs(run: Path, plain: Path) -> None:
     recipe = page.split("```python\n")[-1].split("```")[0]
     names = {"source": run, "target": plain, "tag": f"global_step{SAVED}"}
     exec(compile(recipe, "deepspeed.md", "exec"), names)
-    weights = get_fp32_state_dict_from_zero_checkpoint(str(plain), names["tag"])
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(plain))
     assert sorted(weights) == ["0.bias", "0.weight", "2.bias", "2.weight"]
     assert all(weight.dtype == torch.float32 for weight in weights.values())
 
@@ -122,6 +122,14 @@ def test_files_of_two_saves_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="two saves with the same tag") as caught:
         engine.load(str(tag / "b.pt"))
     assert caught.value.path == str(tag / "b.pt")
+
+
+def test_a_checkpoint_that_was_saved_anew_is_loaded_again(tmp_path: Path) -> None:
+    writing, reading, tag = _engine(), _engine(), tmp_path / "tag"
+    for _ in range(2):
+        _saved(writing, tag, {"a.pt": STATE, "b.pt": STATE})
+        for name in ("a.pt", "b.pt"):
+            assert digest(reading.load(str(tag / name))) == digest(STATE)
 
 
 @pytest.mark.parametrize("at", [0, 3, 100, 10_000, -1, -20])
