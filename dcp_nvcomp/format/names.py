@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from dcp_nvcomp.options import fault_of_name
 from dcp_nvcomp.storage.base import is_clock, published_name
 
 DATA_FILE_SUFFIX: Final = ".distcp"
@@ -21,6 +22,7 @@ _COPY_NAME: Final = re.compile(rf"__({_ID})\.metadata")
 _DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}_({_ID})\.distcp")
 _STOCK_DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
+_MARK: Final = ".shared."
 _ANY_DATA_NAME: Final = re.compile(rf"__({_NUMBER})_{_NUMBER}(?:_{_ID})?\.distcp")
 
 
@@ -49,6 +51,17 @@ def rank_of_metadata_name(name: str) -> int | None:
     """Return the rank in a name made by `rank_metadata_name`, None for any other name."""
     match = _RANK_NAME.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def mark_name(directory: str) -> str:
+    """Return the name of the mark in a checkpoint whose files the one in `directory`, beside it, shares."""
+    return f"{_MARK}{directory}"
+
+
+def marking_directory(name: str) -> str | None:
+    """Return the directory in a name made by `mark_name`, None for any other name."""
+    directory = name.removeprefix(_MARK)
+    return directory if name.startswith(_MARK) and fault_of_name(directory) is None and "/" not in directory else None
 
 
 def save_metadata_name(save_id: str) -> str:
@@ -87,6 +100,8 @@ def own_file(name: str) -> OwnFile | None:
     if save_id := save_id_of_copy(name):
         return OwnFile("metadata", save_id)
     target = published_name(name)
+    if marking_directory(name) or (target is not None and marking_directory(target)):
+        return OwnFile("temporary", "")
     if is_clock(name) or (target is not None and _is_metadata(target)):
         return OwnFile("temporary", (target and save_id_of_copy(target)) or "")
     return None

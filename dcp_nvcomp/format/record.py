@@ -12,6 +12,7 @@ from typing import Any
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES, CodecChain, ElementType
 from dcp_nvcomp.errors import UnsupportedVersionError
 from dcp_nvcomp.format.block_grid import BlockGrid
+from dcp_nvcomp.format.content_hash import HASH_DIGITS
 
 KIND_TENSOR = "tensor"
 KIND_BYTES = "bytes"
@@ -42,6 +43,7 @@ class Record:
     chain: CodecChain | None = None  # its codec chain; None in a pack
     first_block: int = 0  # row of its first block in the block table; 0 until the record is read
     block_count: int = 0  # number of its rows there
+    content_hash: str = ""  # of the shard's elements (content_hash.py); empty if it was not saved to be shared
 
     @property
     def elements(self) -> int:
@@ -69,6 +71,8 @@ class Record:
         if isinstance(place, tuple):
             row["pack"] = place
             return row
+        if self.content_hash:
+            row["hash"] = self.content_hash
         assert self.grid is not None
         return row | {"dtype": self.element.name, "block_shape": self.grid.block_shape, "codec": place}
 
@@ -162,7 +166,16 @@ def parse_record(description: Any, earlier: Sequence[Record], chains: Sequence[C
         raise Invalid(f"its codec {shown(codec)} is not in the list of codecs")
     if not chains[codec].array_to_bytes.fits(element):
         raise Invalid(f"its codec can't be that of {element.name} elements")
-    return Record(kind, fqn, shape, offsets, whole, element, None, grid, chains[codec], first_block, grid.block_count)
+    chain, content_hash = chains[codec], _content_hash(description)
+    return Record(
+        kind, fqn, shape, offsets, whole, element, None, grid, chain, first_block, grid.block_count, content_hash
+    )
+
+
+def _content_hash(description: dict[str, Any]) -> str:
+    """Return a record's hash; empty for one of another form, of which later versions may have some."""
+    found = description.get("hash", "")
+    return found if isinstance(found, str) and len(found) == HASH_DIGITS else ""
 
 
 @lru_cache(maxsize=1024)

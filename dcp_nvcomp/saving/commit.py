@@ -21,6 +21,7 @@ from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageErr
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root
+from dcp_nvcomp.format.metadata.shares import Needed, needed_by_others
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
@@ -31,7 +32,7 @@ from dcp_nvcomp.format.names import (
 )
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata, files_of
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.base import BESIDE, Filesystem
 from dcp_nvcomp.storage.reread import is_stored
 
 logger = logging.getLogger(__name__)
@@ -191,9 +192,9 @@ def commit_files(filesystem: Filesystem, save: WrittenSave, last: LastPublished,
         # it is there, but perhaps not durably (after a failed fsync, say), so keep the old files
         logger.warning("The checkpoint was published, though the storage reported an error: %s", error)
         return
-    kept = {METADATA_NAME, copy, *save.files}
+    kept = {METADATA_NAME, copy, *(name for name in save.files if not name.startswith(BESIDE))}
     last.note(save.data, kept)
-    remove_files(filesystem, replaced - kept, "the checkpoint that was replaced")
+    remove_unneeded(filesystem, replaced - kept, "the checkpoint that was replaced")
 
 
 def _warn_of_stock(filesystem: Filesystem, root: Root) -> None:
@@ -263,7 +264,7 @@ class Orphans:
             filesystem = open_at(self._path)
             named = files_of_current(filesystem)
             if named is not None:
-                remove_files(filesystem, set(names) - named, "an earlier, failed save")
+                remove_unneeded(filesystem, set(names) - named, "an earlier, failed save")
 
 
 def files_of_current(
@@ -285,6 +286,24 @@ def files_of_current(
             raise
         logger.warning("The previous checkpoint can't be read, so its files are kept: %s", error)
         return None
+
+
+def remove_unneeded(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
+    """Remove files of an earlier save but for those that checkpoints beside this one share."""
+    names = set(names)
+    if not names:
+        return
+    try:
+        needed = needed_by_others(filesystem, filesystem.list_files())
+    except CheckpointError as error:
+        if not isinstance(error, StorageError) or error.errno not in _DENIED:
+            logger.warning("Files of %s are kept, as it is not known whether others share them: %s", whose, error)
+            return
+        needed = Needed()  # these credentials can't list, so they could not have shared either
+    kept = {name for name in names if name in needed}
+    if kept:
+        logger.info("%d files of %s stay, as checkpoints beside it share them.", len(kept), whose)
+    remove_files(filesystem, names - kept, whose)
 
 
 def remove_files(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:

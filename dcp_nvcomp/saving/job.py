@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.codecs.encoded_run import recoded, uncompressed_nbytes
@@ -78,6 +79,7 @@ class SaveJob:
         lanes: Sequence[Sequence[PlannedFile]],
         resolve: Callable[[WriteItem], Any],
         *,
+        hashes: Mapping[MetadataIndex, str],
         engine: EngineChoice,
         remembered: RememberedChoices,
         memory: JobMemory,
@@ -87,7 +89,7 @@ class SaveJob:
     ) -> None:
         self._filesystem, self._options, self._identity = filesystem, options, identity
         self._lanes = [_Lane(number, files) for number, files in enumerate(lanes)]
-        self._resolve, self._engine, self._remembered = resolve, engine, remembered
+        self._resolve, self._engine, self._remembered, self._hashes = resolve, engine, remembered, hashes
         check = options.check_encodes == "all"
         self._policy = engine.policy(options.device_memory_budget, check_encodes=check)
         self._memory, self._progress, self._patience = memory, progress, patience
@@ -170,7 +172,8 @@ class SaveJob:
         tasks, chooser = Tasks(partial(self._memory_for, lane.number)), self._options.chooser
         for file in lane.files:
             lane.messages.put(file)
-            maker = RecordMaker(chooser, self._engine, self._remembered, pack=self._options.single_file_per_rank)
+            pack = self._options.single_file_per_rank
+            maker = RecordMaker(chooser, self._engine, self._remembered, pack=pack, hashes=self._hashes)
             for items in small_together(file.items):
                 resolved = [(item, self._resolve(item)) for item in items]
                 # a copy from a device may wait for it, and nothing should wait while the collector is paused

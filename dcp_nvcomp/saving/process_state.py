@@ -29,12 +29,14 @@ from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.asynchronous.upload_future import UploadFuture
 from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.plans.kept_plans import KeptPlans
+from dcp_nvcomp.saving.references import KnownShards
 
 
 class ProcessState:
     def __init__(self) -> None:
         self.plans = KeptPlans()
         self.choices = RememberedChoices()
+        self.shards = KnownShards()
         self.stores = SegmentStores()
         self.shared = SharedSegments()
         self.device_memory: DeviceMemory = CudaMemory()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -37,6 +37,7 @@ class RankSave:
     rank: int
     items: Sequence[WriteItem]
     options: SaveOptions
+    hashes: Mapping[MetadataIndex, str] = field(default_factory=dict)  # of shards that can be shared later
 
     @property
     def nbytes(self) -> int:
@@ -93,6 +94,7 @@ class RankSave:
                 filesystem,
                 lanes,
                 resolve,
+                hashes=self.hashes,
                 engine=engine,
                 remembered=remembered,
                 memory=memory,

@@ -282,7 +282,8 @@ def async_save(
             def save(group: dist.ProcessGroup | None) -> Metadata:
                 with streams.followed(), writer.staged_by(staging):
                     keeping.agree(values, group, call)
-                    if keeping.kept_items is not None:
+                    # with a reference, what is to be copied is known only after the shards were compared
+                    if keeping.kept_items is not None and writer.options.reference is None:
                         staging.copy_early(
                             keeping.kept_items, keeping.resolve_data, writer.options.staging_budget_nbytes
                         )

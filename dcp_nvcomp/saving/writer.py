@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import logging
 import os
+import posixpath
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import ConfigurationError
+from dcp_nvcomp.format.metadata.shares import leave_marks, shared_directories
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     STOCK_WRITER,
@@ -42,15 +44,24 @@ from dcp_nvcomp.options import (
 )
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.staging import Staging
-from dcp_nvcomp.saving.commit import FinishedSave, Publisher, commit_checkpoint, commit_rank, refuse_existing
+from dcp_nvcomp.saving.commit import (
+    FinishedSave,
+    Publisher,
+    commit_checkpoint,
+    commit_rank,
+    data_files,
+    refuse_existing,
+)
 from dcp_nvcomp.saving.plans.differences import check_same_place
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.rank_save import RankResults, RankSave, place
+from dcp_nvcomp.saving.references import Compared, ShardKey, Shards, check_reference, compared, known_shards
 from dcp_nvcomp.saving.save_options import SaveOptions
 from dcp_nvcomp.saving.saves import PreparedWrite, Save, Saves
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats
-from dcp_nvcomp.storage.open import open_filesystem, real_place
+from dcp_nvcomp.storage.base import BESIDE
+from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +105,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         staging_budget_nbytes: bytes of host memory that `async_save` may hold until they are written; by default the
             smaller of twice the state's size and a quarter of what the host has free for each of its ranks. While it is
             full, staging waits for writing. What the asynchronous saves of a process have in use is counted together.
+        reference: path or URL of a checkpoint in the same directory, such as `s3://bucket/run/step-900` for a save to
+            `s3://bucket/run/step-1000`. What is the same there, shard by shard, is not written again: the new
+            checkpoint names the files of the other one, and needs them from then on. With `""` everything is written,
+            and noted so that later checkpoints can share it; by default nothing is. A reference that is not there, or
+            was saved without this option, shares nothing. Tensors below 64 KiB are always written, and with
+            `use_collectives=False` or `prepare` everything is.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
             writers that have no counterpart here are accepted if their value changes nothing.
 
@@ -135,6 +152,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         storage_deadline_seconds: float = DEADLINE_SECONDS,
         staging_budget_nbytes: int | None = None,
         finish_within_seconds: float = 60.0,
+        reference: str | os.PathLike[str] | None = None,
         **storage_options: Any,
     ) -> None:
         BlockingAsyncStager.__init__(self)
@@ -156,6 +174,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             storage_deadline_seconds=storage_deadline_seconds,
             staging_budget_nbytes=staging_budget_nbytes,
             finish_within_seconds=finish_within_seconds,
+            reference=reference if reference is None or reference == "" else place_of(check_path(reference)),
             storage_options=storage_options,
             known_options=tuple(option_names(type(self))),
         )
@@ -246,9 +265,12 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             CheckpointExistsError: there is a checkpoint, and `overwrite=False` or `use_collectives=False`.
             CodecUnavailableError: the codec or `engine="cuda"` needs a GPU or a package that is not available.
             StorageError: the path cannot be written.
+            ConfigurationError: the `reference` is not in the directory that the checkpoint is in.
             UnsafePathError: a run saves, and the directory of the step is a symbolic link.
         """
         save = self._saves.current
+        if self.options.reference is not None:
+            check_reference(save.place, self.options.reference)
         self._engine_choice.begin(self.options.device_memory_budget)
         self._engine_choice.check_codec(self.options.chooser)
         with contextlib.closing(self.options.open(save.place)) as filesystem:
@@ -277,12 +299,17 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         self._remove_orphans(plan)
         planned_seconds = time.perf_counter() - save.started_seconds
         staging, engine, remembered = self._saves.staging, self._engine_choice, process_state().choices
-        part = RankSave(save.place, save.save_id, save.rank, plan.items, self.options)
+        found = self._compared(save, plan, planner)
+        part = RankSave(save.place, save.save_id, save.rank, found.items, self.options, found.hashes)
         with ProgressBar("saving", part.nbytes, enabled=self.progress and save.rank == 0) as bar:
             write = part.run if staging is None else partial(staging.write, part)
             written, totals = write(planner.resolve_data, engine=engine, remembered=remembered, progress=bar.update)
-        results = RankResults.of(written, totals, plan if is_kept else None)
+        totals.add(found.by)
+        results = RankResults.of([*written, *found.shared], totals, plan if is_kept else None)
         totals.rank, totals.seconds["plan"] = save.rank, planned_seconds
+        if self.options.reference is not None:
+            place = real_place(save.place)
+            process_state().shards.note(place, found.shards(posixpath.basename(place), written))
         if staging is not None:
             staging.measure(totals)
         self._note_written(save, totals)
@@ -291,6 +318,24 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _compared(self, save: Save, plan: SavePlan, planner: SavePlanner) -> Compared:
+        """Compare this rank's part with the reference, if there is any."""
+        reference = self.options.reference
+        if reference is None or not save.use_collectives:
+            return Compared(plan.items)
+        try:
+            with contextlib.closing(self.options.open(save.place)) as filesystem:
+                remembered, open_at = process_state().shards, self.options.open
+
+                def known(keys: Sequence[ShardKey]) -> Shards:
+                    return known_shards(filesystem, save.place, reference, keys, remembered, open_at)
+
+                return compared(plan.items, planner.resolve_data, known, self.options.thread_count)
+        except BaseException as error:
+            if self._saves.staging is not None:
+                self._saves.staging.failed(error)  # now, and not when the other ranks have written their files
+            raise
 
     def _remove_orphans(self, plan: SavePlan) -> None:
         if plan.storage_data is True:
@@ -349,7 +394,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
         with contextlib.closing(self.options.open(save.place)) as filesystem, self._saves.published():
             if save.use_collectives:
-                summary = save.stats(totals).summary(len(totals), metadata)
+                shared = [name for name in data_files(metadata) if name.startswith(BESIDE)]
+                leave_marks(filesystem, posixpath.basename(real_place(save.place)), shared)
+                summary = save.stats(totals).summary(len(totals), metadata).sharing_with(shared_directories(shared))
                 last, overwrite = self._saves.last_published, self.options.overwrite
                 self._publisher(
                     filesystem, FinishedSave(metadata, save.save_id, save.own_files, last, overwrite, summary)

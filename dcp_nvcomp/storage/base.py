@@ -86,7 +86,11 @@ class OutputStream(ABC):
 
 
 class Filesystem(ABC):
-    """One checkpoint's directory. Used by several threads at once; opened in each process, never pickled."""
+    """One checkpoint's directory. Used by several threads at once; opened in each process, never pickled.
+
+    Names of files are relative to it: `a.distcp`, `folder/a.distcp`; `../folder/a.distcp` is a file of the checkpoint
+    beside it that has this name.
+    """
 
     path: str  # as the user gave it, for messages
     parallel_reads: int  # how many concurrent range reads pay off
@@ -102,7 +106,11 @@ class Filesystem(ABC):
 
     def location(self, name: str) -> str:
         """Return the full path of a file of the checkpoint, for messages."""
-        return f"{self.path.rstrip('/')}/{name}"
+        path = self.path.rstrip("/")
+        parent, slash, _ = path.rpartition("/")
+        if name.startswith(BESIDE) and slash:
+            return f"{parent}/{name.removeprefix(BESIDE)}"
+        return f"{path}/{name}"
 
     @abstractmethod
     def create_directory(self) -> None:
@@ -202,6 +210,24 @@ def check_relative_path(name: str, *, path: str) -> str:
     reason = fault_of_name(name)
     if reason is not None:
         raise UnsafePathError(f"The checkpoint names a file {name!r}, which is not allowed: {reason}.", path=path)
+    return name
+
+
+# What the name of a file begins with that belongs to a checkpoint beside this one, in the same parent directory.
+BESIDE: Final = "../"
+
+
+def check_name(name: str, *, path: str) -> str:
+    """Return `name` if it is of a file in the checkpoint at `path`, or in a directory beside it.
+
+    Raises:
+        UnsafePathError: it leads elsewhere.
+    """
+    beside = name.removeprefix(BESIDE)
+    if name.startswith(BESIDE) and "/" in beside:
+        check_relative_path(beside, path=path)
+    else:
+        check_relative_path(name, path=path)
     return name
 
 

@@ -21,7 +21,7 @@ from dcp_nvcomp.storage.base import (
     FileInfo,
     OutputStream,
     already_published,
-    check_relative_path,
+    check_name,
     clock_name,
     is_not_found,
     temporary_name,
@@ -109,7 +109,7 @@ class FsspecFilesystem(RemoteFilesystem):
             output.close()
 
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
-        check_relative_path(name, path=self.path)
+        check_name(name, path=self.path)
         exists = not (overwrite and self._is_object_store) and self.file_nbytes(name) is not None
         # Only a check: two saves that publish at the very same time both pass it, and if the filesystem has no
         # exclusive mode the later one wins.

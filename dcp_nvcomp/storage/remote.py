@@ -11,7 +11,16 @@ from typing import Any
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError, TruncatedFileError
 from dcp_nvcomp.redaction import Redactor, without_secrets
-from dcp_nvcomp.storage.base import Filesystem, OutputStream, check_relative_path, storage_errors, too_large, too_short
+from dcp_nvcomp.storage.base import (
+    BESIDE,
+    Filesystem,
+    OutputStream,
+    check_name,
+    check_relative_path,
+    storage_errors,
+    too_large,
+    too_short,
+)
 
 PARALLEL_READS = 16
 _PARALLEL_WRITES = 4
@@ -57,8 +66,11 @@ class RemoteFilesystem(Filesystem):
         return max(1, min(_PARALLEL_WRITES, memory_budget // (5 * self._part_nbytes)))
 
     def _key(self, name: str) -> str:
-        name = check_relative_path(name, path=self.path)
-        return f"{self._root}/{name}" if self._root else name
+        name = check_name(name, path=self.path)
+        if name.startswith(BESIDE) and self._root:
+            parent, slash, _ = self._root.rpartition("/")
+            return f"{parent}{slash}{name.removeprefix(BESIDE)}"
+        return f"{self._root}/{name}" if self._root else check_relative_path(name, path=self.path)
 
     def _errors(self, what: str, where: str, *, may_be_done: bool = False) -> contextlib.AbstractContextManager[None]:
         return storage_errors(what, where, self._redact, may_be_done=may_be_done)

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_nvcomp.format.metadata.shards import plain_file
 from dcp_nvcomp.format.metadata.summary import SUMMARY_ATTRIBUTE, Summary, trailer_of
 
 Ints = npt.NDArray[np.int64]
@@ -66,7 +67,7 @@ class MetadataArrays:
     tensors: Sequence[TensorShards | None]  # of each key; None for an object, which counts as one shard
     hints: Sequence[Ints]  # of each key: the places of its shards in DCP's list of them
     planner_data: Mapping[str, Any] | None
-    files: Sequence[tuple[str, int, int, int]]
+    files: Sequence[tuple[str, int, int, int]]  # each a DataFileRef, or a plain tuple of the same
     file_numbers: npt.NDArray[Any]  # of each shard, in `files`
     records: npt.NDArray[Any]  # of each shard
     storage_meta: StorageMeta
@@ -133,7 +134,7 @@ def serialize_arrays(metadata: MetadataArrays, summary: Summary | None = None) -
         out.value(name)  # first, so that a row names them in two bytes
     out.global_of(MetadataIndex)
     out.global_of(TensorStorageMetadata)
-    files = np.array([out.kept(file) for file in metadata.files], "<u4")
+    files = np.array([out.kept(plain_file(file)) for file in metadata.files], "<u4")
     shared: dict[int, _SharedSlots] = {}
     for tensor in metadata.tensors:
         if tensor is not None and id(tensor) not in shared:

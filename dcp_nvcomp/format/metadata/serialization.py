@@ -32,19 +32,24 @@ from dcp_nvcomp.format.metadata.shards import plain_storage_data
 from dcp_nvcomp.format.metadata.summary import SUMMARY_ATTRIBUTE, Summary, end_of_pickle, with_trailer
 from dcp_nvcomp.format.metadata.tree import MetadataReader
 from dcp_nvcomp.format.metadata.values import ValueReader
+from dcp_nvcomp.storage.base import BESIDE
 
 _LEAST_TREE_NBYTES: Final = 1 << 20
 
 
 def serialize_metadata(metadata: Metadata, summary: Summary | None = None) -> bytes:
     """Return the bytes of `.metadata`: a pickle that stock DCP reads with torch alone, followed by its CRC."""
-    if not all(type(value) is tuple and type(value[0]) is tuple for value in metadata.storage_data.values()):
+    if not all(map(_is_plain, metadata.storage_data.values())):
         metadata = dataclasses.replace(metadata, storage_data=plain_storage_data(metadata.storage_data))
     text = None if summary is None else summary.to_text()
     if text is not None:
         metadata = dataclasses.replace(metadata)
         setattr(metadata, SUMMARY_ATTRIBUTE, text)
     return with_trailer(_pickled(metadata))
+
+
+def _is_plain(stored: Any) -> bool:
+    return type(stored) is tuple and type(stored[0]) is tuple and not stored[0][0].startswith(BESIDE)
 
 
 def _pickled(metadata: Metadata) -> bytes:

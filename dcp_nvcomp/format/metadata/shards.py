@@ -2,7 +2,8 @@
 
     on disk     ((name, nbytes, footer_nbytes, footer_crc), record), plain tuples, so that torch alone can unpickle them
 
-All items of a data file share one tuple by identity, so that pickle writes it once.
+All items of a data file share one tuple by identity, so that pickle writes it once. A file of a checkpoint beside this
+one has the name of that one's directory as a fifth field; here it is part of the name, `../directory/name`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
+from dcp_nvcomp.storage.base import BESIDE
 
-PlainStoredAt = tuple[tuple[str, int, int, int], int]
+PlainFile = tuple[str, int, int, int] | tuple[str, int, int, int, str]
+PlainStoredAt = tuple[PlainFile, int]
 
 
 class StoredAt(NamedTuple):
@@ -40,13 +43,22 @@ class StockItem:
 
 def plain_storage_data(storage_data: Mapping[MetadataIndex, Any]) -> dict[MetadataIndex, PlainStoredAt]:
     """Return `storage_data` as it is pickled: each `StoredAt` as plain tuples, one for each file."""
-    files: dict[int, tuple[str, int, int, int]] = {}  # by the id of what is shared
+    files: dict[int, PlainFile] = {}  # by the id of what is shared
     plain: dict[MetadataIndex, PlainStoredAt] = {}
     for index, value in storage_data.items():
         assert isinstance(value, tuple), "only what this package wrote is written"
         file, record = value
-        plain[index] = (files.setdefault(id(file), tuple(file)), record)
+        plain[index] = (files.setdefault(id(file), plain_file(file)), record)
     return plain
+
+
+def plain_file(file: tuple[Any, ...]) -> PlainFile:
+    """Return a `DataFileRef` as it is pickled."""
+    name, nbytes, footer_nbytes, footer_crc = file
+    if not name.startswith(BESIDE):
+        return name, nbytes, footer_nbytes, footer_crc
+    directory, _, own_name = name.removeprefix(BESIDE).partition("/")
+    return own_name, nbytes, footer_nbytes, footer_crc, directory
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import struct
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from crc32c import crc32c
@@ -25,6 +26,9 @@ REPLICA: Final = "replica"
 # Among `more`: how long the run had been under way, and by which of its leases the step was saved.
 RUN_SECONDS: Final = "run_seconds"
 LEASE: Final = "lease"
+# Among `more`: the directories beside the checkpoint whose files it shares; True if they are too many to say.
+SHARES: Final = "shares"
+_MOST_SHARES_NBYTES: Final = 512
 _MOST_SECONDS: Final = 1e12
 _MARK: Final = "DCPNVsum"
 _CRC_DIGITS: Final = 8
@@ -68,6 +72,23 @@ class Summary:
         """The number of the lease under which a run's manager saved it; 0 if it had none."""
         found = self.more.get(LEASE)
         return found if type(found) is int and found > 0 else 0
+
+    @property
+    def shares(self) -> tuple[str, ...] | None:
+        """The directories beside the checkpoint whose files it shares; None if only its metadata says."""
+        found = self.more.get(SHARES, [])
+        if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+            return None
+        return tuple(found)
+
+    def sharing_with(self, directories: Sequence[str]) -> Summary:
+        """Return the summary of a checkpoint that shares files of these directories."""
+        more = {name: value for name, value in self.more.items() if name != SHARES}
+        if directories:
+            more[SHARES] = list(directories)
+            if len(json.dumps(more[SHARES])) > _MOST_SHARES_NBYTES:
+                more[SHARES] = True
+        return replace(self, more=more)
 
     def _is_sane(self) -> bool:
         sizes = (self.ranks, self.keys, self.uncompressed_nbytes, self.stored_nbytes)

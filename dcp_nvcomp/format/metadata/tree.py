@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_nvcomp.errors import CheckpointError, MetadataError
+from dcp_nvcomp.errors import CheckpointError, MetadataError, UnsafePathError
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.allowed_globals import (
     BYTES,
@@ -43,7 +43,7 @@ from dcp_nvcomp.format.metadata.places import ShardPlaces
 from dcp_nvcomp.format.metadata.row_reader import PickledRows, joined
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
 from dcp_nvcomp.format.metadata.values import ValueReader, check_hashes, pairs_of
-from dcp_nvcomp.storage.base import check_relative_path
+from dcp_nvcomp.storage.base import BESIDE, check_relative_path
 
 _new_tuple: Final = tuple.__new__
 _HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__  # torch >= 2.15
@@ -246,13 +246,21 @@ class MetadataReader:
         raise MetadataError(f"storage_data has {shown(value)}, which neither this package nor stock DCP writes.")
 
     def _file(self, file: object) -> DataFileRef:
-        if type(file) is not tuple or len(file) != 4 or not all(type(value) is int for value in file[1:]):
+        if type(file) is not tuple or len(file) not in (4, 5) or not all(type(value) is int for value in file[1:4]):
             raise MetadataError(f"storage_data has {shown(file)} where a file must be.")
-        name, file_nbytes, footer_nbytes, footer_crc = file
+        name, file_nbytes, footer_nbytes, footer_crc, *beside = file
         if not (0 <= footer_nbytes <= file_nbytes < LIMIT and 0 <= footer_crc < 1 << 32):
             raise MetadataError(f"The sizes or the CRC of the file {shown(name)} are out of range.")
         self._relative_path(name)
-        return DataFileRef(*file)
+        for directory in beside:
+            if "/" in self._relative_path(directory) or "/" in name:
+                raise UnsafePathError(
+                    f"The checkpoint names a file {name!r} in a directory {directory!r} beside it, and both must be "
+                    "plain names.",
+                    path=self._path,
+                )
+            name = f"{BESIDE}{directory}/{name}"
+        return DataFileRef(name, file_nbytes, footer_nbytes, footer_crc)
 
     def _relative_path(self, name: object) -> str:
         if type(name) is not str:

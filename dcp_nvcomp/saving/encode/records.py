@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -51,9 +52,15 @@ _UINT8 = ELEMENT_TYPES["uint8"]
 
 class RecordMaker:
     def __init__(
-        self, chooser: CodecChooser, engine: EngineChoice, remembered: RememberedChoices, *, pack: bool
+        self,
+        chooser: CodecChooser,
+        engine: EngineChoice,
+        remembered: RememberedChoices,
+        *,
+        pack: bool,
+        hashes: Mapping[MetadataIndex, str] = MappingProxyType({}),
     ) -> None:
-        self._engine = engine
+        self._engine, self._hashes = engine, hashes
         self._policy = CodecPolicy(chooser)
         self._remembered = remembered
         self._judge = Judge()
@@ -93,11 +100,11 @@ class RecordMaker:
         on_host = tensor.device.type == "cpu" and not on_cuda
         nbytes = math.prod(region.shape) * element.nbytes
         is_small = 0 < nbytes < self._packed_nbytes
+        record = Record(KIND_TENSOR, index.fqn, *region, element, content_hash=self._hashes.get(index, ""))
         if on_host and self._policy.is_auto and not is_small:
             grid = box_grid(region.shape, element.nbytes)
-            record = Record(KIND_TENSOR, index.fqn, *region, element, grid=grid, block_count=grid.block_count)
+            record = replace(record, grid=grid, block_count=grid.block_count)
             return [_ready_later(index, record, element.name, host_values(tensor), self._remembered)]
-        record = Record(KIND_TENSOR, index.fqn, *region, element)
         if is_small:
             data = tensor if on_host else without_lazy_bits(tensor)
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)

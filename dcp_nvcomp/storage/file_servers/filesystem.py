@@ -12,10 +12,11 @@ from typing import Any
 from dcp_nvcomp.errors import ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import (
+    BESIDE,
     Below,
     FileInfo,
     OutputStream,
-    check_relative_path,
+    check_name,
     clock_name,
     temporary_name,
     too_short,
@@ -174,7 +175,10 @@ class ServerFilesystem(RemoteFilesystem):
         publish(self._client, self._key(name), data, self.location(name), overwrite=overwrite)
 
     def _key(self, name: str) -> str:
-        return f"{self._root}/{check_relative_path(name, path=self.path)}"
+        name = check_name(name, path=self.path)
+        if name.startswith(BESIDE):
+            return f"{posixpath.dirname(self._root)}/{name.removeprefix(BESIDE)}"
+        return f"{self._root}/{name}"
 
     def _get(self, name: str, start: int, stop: int) -> bytes:
         key, where = self._key(name), self.location(name)

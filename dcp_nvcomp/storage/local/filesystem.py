@@ -23,12 +23,13 @@ from typing import TypeVar
 from dcp_nvcomp.errors import StorageError, UnsafePathError
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import (
+    BESIDE,
     Below,
     FileInfo,
     Filesystem,
     OutputStream,
     already_published,
-    check_relative_path,
+    check_name,
     storage_errors,
     temporary_name,
     too_large,
@@ -129,8 +130,15 @@ class PosixFilesystem(Filesystem):
     def output_streams(self, thread_count: int, memory_budget: int) -> int:
         return min(2, thread_count)
 
+    def _place(self, name: str) -> tuple[str, str]:
+        """Return the directory that a file is in or below, and its name there."""
+        name = check_name(name, path=self.path)
+        if name.startswith(BESIDE):
+            return os.path.dirname(os.path.realpath(self._root)), name.removeprefix(BESIDE)
+        return self._root, name
+
     def _full(self, name: str) -> str:
-        return os.path.join(self._root, check_relative_path(name, path=self.path))
+        return os.path.join(*self._place(name))
 
     def create_directory(self) -> None:
         with storage_errors("create the directory", self.path):
@@ -274,9 +282,9 @@ class PosixFilesystem(Filesystem):
             return found
 
     def _open(self, name: str) -> _Descriptor:
-        check_relative_path(name, path=self.path)
+        place = self._place(name)
         with storage_errors("read", self.location(name)), self._links_refused(name):
-            descriptor = _Descriptor(_open_inside(self._root, name))
+            descriptor = _Descriptor(_open_inside(*place))
             if not stat.S_ISREG(os.fstat(descriptor.number).st_mode):
                 raise StorageError("This is not a plain file.", path=self.location(name), errno=errno.EINVAL)
             return descriptor
@@ -293,8 +301,9 @@ class PosixFilesystem(Filesystem):
             raise
 
     def _has_link(self, name: str) -> bool:
-        parts = name.split("/")
-        return any(os.path.islink(os.path.join(self._root, *parts[:count])) for count in range(1, len(parts) + 1))
+        root, inside = self._place(name)
+        parts = inside.split("/")
+        return any(os.path.islink(os.path.join(root, *parts[:count])) for count in range(1, len(parts) + 1))
 
     def read_all(self, name: str, *, limit_nbytes: int) -> bytes:
         descriptor = self._open(name)

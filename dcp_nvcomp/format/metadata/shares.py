@@ -1,0 +1,90 @@
+"""Checkpoints that share data files with others beside them: the marks that say so, and who needs which files.
+
+A checkpoint may name data files of others in the same parent directory (saving/references.py). Before it is published,
+it leaves a mark in the directory of each of these:
+
+    .shared.<directory>      empty; <directory> is the name of the one that shares
+
+Whoever is about to remove data files looks for marks, and for each mark into the metadata of the directory that it
+names. So a mark alone keeps nothing for long: one without metadata, whose save failed or is about to be published,
+keeps all files for an hour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.format.metadata.roots import is_missing, read_root
+from dcp_nvcomp.format.names import METADATA_NAME, mark_name, marking_directory
+from dcp_nvcomp.storage.base import BESIDE, FileInfo, Filesystem
+
+# How long a mark counts whose metadata is not there: it was written right before that.
+_UNPUBLISHED_SECONDS: Final = 3600.0
+
+
+def shared_directories(names: Iterable[str]) -> list[str]:
+    """Return the directories beside a checkpoint in which files of these names are."""
+    return sorted({name.removeprefix(BESIDE).partition("/")[0] for name in names if name.startswith(BESIDE)})
+
+
+def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) -> None:
+    """Mark the directories of files that a checkpoint, in `directory`, shares."""
+    for shared in shared_directories(names):
+        filesystem.publish(f"{BESIDE}{shared}/{mark_name(directory)}", b"")
+
+
+def remove_marks(filesystem: Filesystem, directory: str, shared: Iterable[str]) -> None:
+    """Remove the marks of a checkpoint that shares nothing with these directories any more."""
+    filesystem.remove([f"{BESIDE}{one}/{mark_name(directory)}" for one in shared])
+
+
+@dataclass(frozen=True)
+class Needed:
+    """What of a checkpoint's directory others beside it need."""
+
+    names: frozenset[str] = frozenset()  # of data files, and of the marks that say so
+    everything: bool = False  # if it is not known
+
+    def __contains__(self, name: str) -> bool:
+        return self.everything or name in self.names
+
+    def __bool__(self) -> bool:
+        return self.everything or bool(self.names)
+
+
+def needed_by_others(filesystem: Filesystem, files: Sequence[FileInfo]) -> Needed:
+    """Return which of the files of a checkpoint's directory others need.
+
+    Args:
+        filesystem: the checkpoint's.
+        files: all files of its directory.
+
+    Raises:
+        StorageError: the storage fails.
+    """
+    marks = [(file, directory) for file in files if (directory := marking_directory(file.name)) is not None]
+    found: set[str] = set()
+    for file, directory in marks:
+        try:
+            names = _shared_by(filesystem, directory)
+        except CheckpointError as error:
+            if not is_missing(error):
+                return Needed(everything=True)
+            names = set()
+            if file.modified_seconds is None:
+                return Needed(everything=True)
+            if filesystem.now_seconds() - file.modified_seconds < _UNPUBLISHED_SECONDS:
+                return Needed(everything=True)
+        found |= names & {other.name for other in files}
+        if names:
+            found.add(file.name)
+    return Needed(frozenset(found))
+
+
+def _shared_by(filesystem: Filesystem, directory: str) -> set[str]:
+    """Return the names of files beside it that the checkpoint in a directory needs, wherever they are."""
+    root = read_root(filesystem, f"{BESIDE}{directory}/{METADATA_NAME}")
+    return {name.rpartition("/")[2] for name in root.files() if name.startswith(BESIDE)}
