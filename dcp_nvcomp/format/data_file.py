@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -9,11 +10,12 @@ import numpy as np
 
 from dcp_nvcomp.codecs.base import BlockRow
 from dcp_nvcomp.codecs.encoded_run import EncodedRun
-from dcp_nvcomp.errors import FileMismatchError, TruncatedFileError
+from dcp_nvcomp.errors import FileMismatchError, StorageError, TruncatedFileError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import Footer, parse_footer
 from dcp_nvcomp.format.framing import MAX_FOOTER_NBYTES, TRAILER_NBYTES, decode_footer, decode_trailer
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.format.names import shared_directories
+from dcp_nvcomp.storage.base import BESIDE, Filesystem
 from dcp_nvcomp.storage.reread import twice
 
 
@@ -65,6 +67,13 @@ def read_footer(filesystem: Filesystem, file: DataFileRef) -> Footer:
     name, file_nbytes, footer_nbytes, footer_crc = file
     path = filesystem.location(name)
     actual = filesystem.file_nbytes(name)
+    if actual is None and name.startswith(BESIDE):
+        raise StorageError(
+            f"The checkpoint shares this file with {shared_directories([name])[0]!r}, beside it, and it is not there: "
+            "was that one removed, or the checkpoint moved without it?",
+            path=path,
+            errno=errno.ENOENT,
+        )
     if actual is not None and actual < file_nbytes:
         raise TruncatedFileError(f"The file has {actual} bytes; `.metadata` says {file_nbytes}.", path=path)
     if actual is not None and actual > file_nbytes:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
 from dcp_nvcomp.options import fault_of_name
-from dcp_nvcomp.storage.base import is_clock, published_name
+from dcp_nvcomp.storage.base import BESIDE, is_clock, published_name
 
 DATA_FILE_SUFFIX: Final = ".distcp"
 METADATA_NAME: Final = ".metadata"
@@ -62,6 +63,11 @@ def marking_directory(name: str) -> str | None:
     """Return the directory in a name made by `mark_name`, None for any other name."""
     directory = name.removeprefix(_MARK)
     return directory if name.startswith(_MARK) and fault_of_name(directory) is None and "/" not in directory else None
+
+
+def shared_directories(names: Iterable[str]) -> list[str]:
+    """Return the directories beside a checkpoint in which the data files of these names are."""
+    return sorted({name.removeprefix(BESIDE).partition("/")[0] for name in names if name.startswith(BESIDE)})
 
 
 def save_metadata_name(save_id: str) -> str:

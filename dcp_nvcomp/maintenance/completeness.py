@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
@@ -22,8 +23,8 @@ from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, end_of_pickle, has_trailer, summary_at_end
-from dcp_nvcomp.format.names import DATA_FILE_SUFFIX, METADATA_NAME
-from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
+from dcp_nvcomp.format.names import DATA_FILE_SUFFIX, METADATA_NAME, marking_directory
+from dcp_nvcomp.storage.base import BESIDE, Below, FileInfo, Filesystem
 
 if TYPE_CHECKING:
     from dcp_nvcomp.format.metadata.roots import Root
@@ -55,7 +56,7 @@ def look_into(
                 return None, f"{name} was removed meanwhile."
             return _summary_alone(filesystem, f"{below}{name}", sizes), f"{name}: {error.message}"
         summary = summary_at_end(root.data[-SUMMARY_NBYTES:])
-        problem = _disagreement(root, summary) or _lacking(root, below, sizes)
+        problem = _disagreement(root, summary) or _lacking(filesystem, root, folder, sizes)
         if problem:
             return summary, problem
     return summary, ""
@@ -95,11 +96,14 @@ def _disagreement(root: Root, summary: Summary | None) -> str:
     return f"The summary in its metadata is of save {summary.save_id}, and the rest of save {root.save_id}."
 
 
-def _lacking(root: Root, below: str, sizes: Mapping[str, int]) -> str:
+def _lacking(filesystem: Filesystem, root: Root, folder: str, sizes: Mapping[str, int]) -> str:
     """Return what is wrong with the data files; empty if nothing is."""
     least = _least_sizes(root)
     for name, file in root.files().items():
-        nbytes = sizes.get(f"{below}{name}")
+        if name.startswith(BESIDE):
+            nbytes = filesystem.file_nbytes(posixpath.normpath(f"{folder}/{name}") if folder else name)
+        else:
+            nbytes = sizes.get(f"{folder}/{name}" if folder else name)
         if nbytes is None:
             return f"The data file {name} is missing."
         if file is not None and nbytes != file.nbytes:
@@ -156,8 +160,11 @@ class Seen(Generic[T]):
 
 def identity_of(files: Iterable[FileInfo]) -> str | None:
     """Return the identity of a checkpoint's listing; None if the storage does not tell when files were written."""
+    named = [(file.name.rpartition("/")[2], file) for file in files]
     rows = sorted(
-        (file.name.rpartition("/")[2], file.nbytes, file.modified_seconds, file.changed_seconds) for file in files
+        (name, file.nbytes, file.modified_seconds, file.changed_seconds)
+        for name, file in named
+        if marking_directory(name) is None  # others come and go
     )
     if any(modified is None for _, _, modified, _ in rows):
         return None

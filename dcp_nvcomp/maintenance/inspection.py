@@ -10,7 +10,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.filesize import decimal
@@ -22,11 +22,12 @@ from dcp_nvcomp.errors import FileMismatchError, MetadataError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StockItem, StoredAt
+from dcp_nvcomp.format.names import shared_directories
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.maintenance.opening import as_json, checked_storage_options, natural_order, opened
 from dcp_nvcomp.saving.stats import Totals, table_of_totals
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.base import BESIDE, Filesystem
 
 LAYOUT_OURS = "dcp_nvcomp"
 LAYOUT_STOCK = "stock"
@@ -63,7 +64,8 @@ class Inspection(Shown):
         layout: `dcp_nvcomp`, or `stock` for one that stock DCP wrote.
         save_id: id of the save, where there is one.
         items: the keys, in natural order.
-        files: the data files that they are in, by name.
+        files: the data files that they are in, by name; `../step-900/...` are shared with a checkpoint beside it.
+        shared: sums over the shards in files that it shares, by that checkpoint's directory.
         by_dtype: sums over all items by dtype.
         by_codec: sums over all items by codec.
     """
@@ -75,6 +77,7 @@ class Inspection(Shown):
     files: tuple[DataFile, ...]
     by_dtype: dict[str, Totals]
     by_codec: dict[str, Totals]
+    shared: dict[str, Totals] = field(default_factory=dict)
 
     @property
     def totals(self) -> Totals:
@@ -83,14 +86,19 @@ class Inspection(Shown):
 
     @property
     def file_nbytes(self) -> int:
-        """Size of the data files together."""
-        return sum(file.nbytes for file in self.files)
+        """Size of its own data files together."""
+        return sum(file.nbytes for file in self.files if not file.name.startswith(BESIDE))
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Size of the encoded shards in files that it shares with others."""
+        return sum(totals.encoded_nbytes for totals in self.shared.values())
 
     @property
     def ratio(self) -> float:
-        """Uncompressed size over that of the data files; 1.0 if there is nothing."""
-        uncompressed_nbytes = self.totals.uncompressed_nbytes
-        return uncompressed_nbytes / self.file_nbytes if uncompressed_nbytes and self.file_nbytes else 1.0
+        """Uncompressed size over that of its data files and what it shares; 1.0 if there is nothing."""
+        uncompressed_nbytes, nbytes = self.totals.uncompressed_nbytes, self.file_nbytes + self.shared_nbytes
+        return uncompressed_nbytes / nbytes if uncompressed_nbytes and nbytes else 1.0
 
     def by_prefix(self, depth: int) -> dict[str, Totals]:
         """Return sums over the items whose keys have the same first `depth` parts."""
@@ -106,9 +114,13 @@ class Inspection(Shown):
     def headline(self) -> str:
         """What it is, and its sizes, in a line."""
         whose = "a stock DCP checkpoint" if self.layout == LAYOUT_STOCK else "a dcp-nvcomp checkpoint"
+        own = sum(not file.name.startswith(BESIDE) for file in self.files)
+        shares = ""
+        if self.shared:
+            shares = f" and {decimal(self.shared_nbytes)} that it shares with {', '.join(self.shared)}"
         return (
             f"{self.path} is {whose}: {decimal(self.totals.uncompressed_nbytes)} in "
-            f"{counted(len(self.files), 'data file')} of {decimal(self.file_nbytes)}, ratio {self.ratio:.3f}"
+            f"{counted(own, 'data file')} of {decimal(self.file_nbytes)}{shares}, ratio {self.ratio:.3f}"
         )
 
     def shown(self) -> Iterator[str | Table]:
@@ -156,10 +168,12 @@ class Inspection(Shown):
                 "items": len(self.items),
                 **_totals_json(self.totals),
                 "file_nbytes": self.file_nbytes,
+                "shared_nbytes": self.shared_nbytes,
                 "ratio": self.ratio,
             },
             "by_dtype": {name: _totals_json(totals) for name, totals in self.by_dtype.items()},
             "by_codec": {name: _totals_json(totals) for name, totals in self.by_codec.items()},
+            "shared": {name: _totals_json(totals) for name, totals in self.shared.items()},
             "items": [_item_json(item) for item in self.items],
             "files": as_json(self.files),
         }
@@ -229,8 +243,12 @@ def _inspect(filesystem: Filesystem, metadata: Metadata) -> Inspection:
     files = [DataFile(file.name, file.nbytes, file.footer_nbytes) for file in ours]
     files += filesystem.map(lambda name: _stock_file(filesystem, name), stock)
     stored: list[_Stored] = []
-    for footer, entries in zip(read_footers(filesystem, ours), ours.values(), strict=True):
-        stored += _records(footer, entries)
+    shared: dict[str, Totals] = {}
+    for file, footer, entries in zip(ours, read_footers(filesystem, ours), ours.values(), strict=True):
+        of_file = list(_records(footer, entries))
+        stored += of_file
+        for directory in shared_directories([file.name]):
+            shared[directory] = sum((one.totals for one in of_file), shared.get(directory, Totals()))
     stored += _stock_shards(metadata, [entry for entries in stock.values() for entry in entries])
     by_dtype = _sums((_dtype(metadata, one.fqn), one.totals) for one in stored)
     by_codec = _sums((one.codec, one.totals) for one in stored)
@@ -242,6 +260,7 @@ def _inspect(filesystem: Filesystem, metadata: Metadata) -> Inspection:
         tuple(sorted(files, key=lambda file: natural_order(file.name))),
         dict(sorted(by_dtype.items())),
         dict(sorted(by_codec.items())),
+        dict(sorted(shared.items())),
     )
 
 

@@ -18,6 +18,7 @@ from dcp_nvcomp.errors import (
     UnsafePathError,
 )
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_roots, read_whole_temporary
+from dcp_nvcomp.format.metadata.shares import needed_by_others
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
     OwnFile,
@@ -98,10 +99,11 @@ def look(filesystem: Filesystem, older_than_seconds: float) -> Found:
         recoverable += tuple(root.own_save_id or root.name for root in aside)
     now = filesystem.now_seconds()
     live = set().union(*(root.names() for root in roots))
+    needed = needed_by_others(filesystem, files)
     items = [
         _Item(own, file.name, file.nbytes, math.inf if file.modified_seconds is None else file.modified_seconds)
         for file in files
-        if (own := own_file(file.name)) is not None and file.name not in live
+        if (own := own_file(file.name)) is not None and file.name not in live and file.name not in needed
     ]
     items += [
         _Item(OwnFile("upload", own.file_id), upload.name, 0, upload.begun_seconds, upload)

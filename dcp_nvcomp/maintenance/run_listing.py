@@ -21,7 +21,14 @@ from rich.filesize import decimal
 from dcp_nvcomp.calls.tables import Column, Shown, Table, left, local_time
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
-from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank, own_file, own_upload, rank_of_metadata_name
+from dcp_nvcomp.format.names import (
+    METADATA_NAME,
+    data_file_rank,
+    own_file,
+    own_upload,
+    rank_of_metadata_name,
+    shared_directories,
+)
 from dcp_nvcomp.maintenance.completeness import Seen, identity_of, look_into, read_seen
 from dcp_nvcomp.maintenance.opening import document, natural_order, nothing_below, opened
 from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
@@ -59,6 +66,7 @@ class Step:
     run_seconds: float | None = None
     committed_seconds: float | None = None  # by the clock of the rank that published it; None without a summary
     lease: int = 0  # which of the run's managers saved it, counted by their leases; 0 if the step does not say
+    shares: tuple[str, ...] = ()  # the directories beside it whose data files it needs too
 
     @property
     def ratio(self) -> float | None:
@@ -110,6 +118,10 @@ class RunListing(Shown):
             ]
             for step in self.steps
         ]
+        if any(step.shares for step in self.steps):
+            columns.append(left("shares", 9))
+            for row, step in zip(rows, self.steps, strict=True):
+                row.append(", ".join(step.shares))
         if any(step.metrics for step in self.steps):
             columns.append(left("metrics", 7))
             for row, step in zip(rows, self.steps, strict=True):
@@ -251,4 +263,11 @@ class _Look:
             return found
         known = {name: getattr(summary, name) for name in _IN_SUMMARY}
         replica_id, committed = str(summary.more.get(REPLICA, "")), summary.saved_seconds
-        return replace(found, **known, replica_id=replica_id, committed_seconds=committed)
+        shares = summary.shares if summary.shares is not None else self._shares(folder)
+        return replace(found, **known, replica_id=replica_id, committed_seconds=committed, shares=shares)
+
+    def _shares(self, folder: str) -> tuple[str, ...]:
+        from dcp_nvcomp.format.metadata.roots import read_root  # takes torch, and that seconds
+
+        name = f"{folder}/{METADATA_NAME}" if folder else METADATA_NAME
+        return tuple(shared_directories(read_root(self._filesystem, name).files()))

@@ -20,6 +20,7 @@ from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch,
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, EventEmitter, RunReport, StepDelayed, StepRestored, StepSkipped
 from dcp_nvcomp.runs.options import REPLICAS, ForwardedOptions, RunContext, check_tiers, is_multiple, job_id
+from dcp_nvcomp.runs.references import References
 from dcp_nvcomp.runs.replicas import Replicas
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.runs.retention import Best, Keep, KeepRule, SavedStep
@@ -67,6 +68,10 @@ class CheckpointManager:
             exception that it raises is logged.
         process_group: the ranks of the run; by default all.
         on_difference: what to do if ranks have different values under the same key: as for `save`.
+        incremental: if True, a step does not write again what is the same in the one before, shard by shard: frozen
+            weights, a tower that is not trained. It names the files of the step that has it, which stays as long as
+            others need it. Turn it on where part of the state does not change; else each save takes longer by a look
+            at it. Not with a fast tier.
         **options: of `NvcompWriter` and `NvcompReader`, and for the fsspec filesystem of `root`.
 
     Raises:
@@ -113,12 +118,15 @@ class CheckpointManager:
         on_event: Callable[[Event], None] | None = None,
         process_group: dist.ProcessGroup | None = None,
         on_difference: OnDifference = "warn",
+        incremental: bool = False,
         **options: Any,
     ) -> None:
         check_tiers(every, fast, fast_every, fast_keep, copies)
         self._fast_every = fast_every
         check_seconds("lease_seconds", lease_seconds)
         self._asynchronous = check_flag("asynchronous", asynchronous)
+        if check_flag("incremental", incremental) and fast is not None:
+            raise ConfigurationError("incremental=True can't work with a fast tier, which has whole steps.")
         self._on_backlog = check_choice("on_backlog", on_backlog, _OnBacklog)
         if keep is not None and not callable(keep):
             raise ConfigurationError(f"keep={keep!r} must be a Keep, or a callable.")
@@ -143,6 +151,7 @@ class CheckpointManager:
             on_backlog=on_backlog,
             step_template=step_template,
             on_difference=on_difference,
+            incremental=incremental,
         )
         # without a fast tier the threads have no collectives: a save has groups of its own
         self._all_ranks = ranks_of_run(self._group, call, 1 if fast is None else 3)
@@ -167,6 +176,7 @@ class CheckpointManager:
             nodes, self._fast, self._durable, keep, fast_keep, sent, every, emit, self._group, forwarded, on_difference
         )
         self._pipeline = Pipeline(fast_ranks, durable_ranks, self._run, there, self._failures)
+        self._references = References(newest) if incremental else None
         self._restoring = Restoring(self._ranks, self._run, self._pipeline, self._progress)
         warm_up(forwarded.writer.get("engine", "auto"))
 
@@ -281,7 +291,7 @@ class CheckpointManager:
         return save
 
     def _to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
-        self._pipeline.to_durable(save, values)
+        self._pipeline.to_durable(save, values, None if self._references is None else self._references.of(save.step))
         self._made_up_for = save.number
 
     def _made_sure(self, save: StepSave, call: RunCall, values: dict[str, Any]) -> StepSave:
@@ -340,6 +350,8 @@ class CheckpointManager:
         self._progress.is_now(None if event is None else event.step)
         if event is not None:
             self._events.emit(event)
+        if self._references is not None:
+            self._references.go_on_from(None if event is None else event.step)
         return event
 
     def report(self) -> RunReport:

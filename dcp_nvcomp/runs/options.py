@@ -40,6 +40,8 @@ class ForwardedOptions:
         writer = {name: value for name, value in options.items() if name in writer_names}
         reader = {name: value for name, value in options.items() if name in reader_names}
         rest = {name: value for name, value in options.items() if name not in writer_names | reader_names}
+        if "reference" in writer:
+            raise ConfigurationError("reference= is chosen by the manager: incremental=True.")
         for name in rest:
             close = difflib.get_close_matches(name, own_names, n=1, cutoff=0.8)
             if close:
@@ -49,8 +51,8 @@ class ForwardedOptions:
         deadline = {name: value for name, value in options.items() if name == DEADLINE_OPTION}
         return ForwardedOptions(writer, reader, {**rest, **deadline})
 
-    def durable_writer(self, path: str) -> NvcompWriter:
-        return NvcompWriter(path, **{**self.writer, **self.storage})
+    def durable_writer(self, path: str, reference: Sequence[str] | None = None) -> NvcompWriter:
+        return NvcompWriter(path, reference=reference, **{**self.writer, **self.storage})
 
     def fast_writer(self, path: str) -> NvcompWriter:
         """Return a writer into the fast tier: what a power failure takes from there is on other nodes."""

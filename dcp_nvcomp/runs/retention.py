@@ -30,6 +30,7 @@ class SavedStep:
         run_seconds: how long the run had been under way when it was saved, without what lay between its jobs, and
             without what was lost when one ended; None if the step does not say.
         lease: which of the run's managers saved it, counted by their leases; 0 if the step does not say.
+        shares: names of the directories, beside its own, whose data files it needs too.
     """
 
     step: int
@@ -40,6 +41,7 @@ class SavedStep:
     replica_id: str = ""
     run_seconds: float | None = None
     lease: int = 0
+    shares: tuple[str, ...] = ()
 
     def seconds_since(self, earlier: SavedStep) -> float:
         """Return how long after another step of the run it was saved; less than 0 if their times contradict that."""
@@ -227,8 +229,17 @@ def what_goes(
     complete: Sequence[SavedStep],
     abandoned: Collection[SavedStep],
     pinned: Callable[[], Collection[int]],
+    shared: Callable[[SavedStep], Collection[int]] = lambda saved: (),
 ) -> Doomed:
-    """Return what a rule says of complete steps, but for what is pinned, which is looked up if anything would go."""
+    """Return what a rule says of complete steps, but for what is pinned, and what steps that stay share.
+
+    Args:
+        rule: what is kept; by default all.
+        complete: the complete steps, in ascending order.
+        abandoned: steps that the run has left behind.
+        pinned: returns the steps that are pinned; called if anything would go.
+        shared: returns the steps whose data files a step needs too.
+    """
     kept = reasons_to_keep(rule, complete)
     why = {saved.step: why_not(rule) for saved in complete if saved.step not in kept}
     for saved in abandoned:  # no rule keeps them; without a rule they stay
@@ -239,4 +250,11 @@ def what_goes(
     staying = frozenset(pinned()) if why else frozenset()
     for step in staying & why.keys():
         kept[step] = ("pinned",)
-    return Doomed({step: why[step] for step in sorted(why) if step not in staying}, kept)
+    needs = {saved.step: shared(saved) for saved in (*complete, *abandoned)} if why else {}
+    looked = list(kept)
+    for step in looked:  # which grows
+        for other in needs.get(step, ()):
+            if other in why and other not in kept:
+                kept[other] = (f"shared by {step}",)
+                looked.append(other)
+    return Doomed({step: why[step] for step in sorted(why) if step not in kept}, kept)

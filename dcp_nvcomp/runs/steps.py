@@ -98,6 +98,7 @@ def saved_step(step: int, found: Step) -> SavedStep:
         found.replica_id,
         found.run_seconds,
         found.lease,
+        found.shares,
     )
 
 

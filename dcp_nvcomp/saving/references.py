@@ -6,7 +6,8 @@
 
 So what is shared is never more than one step away. Hashes are those of the last saves of this process, or of the
 footers of the reference. Whatever is not known of a reference costs size: a shard of which it is not certain that it is
-there is written. A shard is shared if its bytes, key, offsets, shape and dtype are the same. Small ones, which are
+there is written, and so is what would be less than a tenth of a rank's state, as the checkpoint that has it could not
+be removed any more. A shard is shared if its bytes, key, offsets, shape and dtype are the same. Small ones, which are
 packed, and Python objects are always written.
 
 Before `.metadata` is published, marks are left in the directories of what is shared (format/metadata/shares.py).
@@ -18,8 +19,8 @@ import itertools
 import logging
 import posixpath
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -62,6 +63,7 @@ SHARED: Final = "shared"  # in statistics, where others have the name of a codec
 _DEVICE_PIECE_NBYTES: Final = 16 << 20
 _MOST_DIRECTORY: Final = 200  # characters of its name: the mark of one has to fit into a name too
 _KEPT_CHECKPOINTS: Final = 4
+_LEAST_PART: Final = 0.1  # of a rank's state, so that it shares files of ten others at most
 _AHEAD: Final = 4  # tensors that are resolved for each thread that hashes
 
 
@@ -127,20 +129,22 @@ class Compared:
         return found
 
 
-def check_reference(place: str, reference: str) -> None:
-    """Raise ConfigurationError if a checkpoint at `place` can't share files with one at `reference`."""
-    if not reference:
+def check_references(place: str, references: Sequence[str]) -> None:
+    """Raise ConfigurationError if a checkpoint at `place` can't share files with those at `references`."""
+    if not references:
         return
-    own, other = real_place(place), real_place(reference)
+    own = real_place(place)
     parent, directory = posixpath.split(own)
-    other_parent, other_directory = posixpath.split(other)
-    if own == other:
-        raise ConfigurationError(f"reference={reference!r} is the checkpoint itself.")
-    if parent != other_parent or parent.endswith(":/") or (fault := _fault_of_directory(other_directory)):
-        why = "they must be in the same directory" if parent != other_parent or parent.endswith(":/") else fault
-        raise ConfigurationError(f"reference={reference!r} can't be that of a checkpoint at {place!r}: {why}.")
-    if fault := _fault_of_directory(directory):
-        raise ConfigurationError(f"A checkpoint at {place!r} can't have a reference: {fault}.")
+    fault = _fault_of_directory(directory)
+    for reference in references:
+        other_parent, other_directory = posixpath.split(real_place(reference))
+        why = fault or _fault_of_directory(other_directory)
+        if other_parent != parent or parent.endswith(":/"):
+            why = "both must be in the same directory"
+        elif other_directory == directory:
+            why = "it is the same checkpoint"
+        if why:
+            raise ConfigurationError(f"reference={reference!r} can't be that of a checkpoint at {place!r}: {why}.")
 
 
 def _fault_of_directory(name: str) -> str | None:
@@ -165,6 +169,7 @@ def compared(
     keys = {index: key for index, (key, _) in found.items()}
     there = known(list(keys.values())) if found else {}
     same = {index for index, (key, own) in found.items() if key in there and there[key].content_hash == own}
+    same = _worthwhile(items, same, {index: there[keys[index]].directory for index in same})
     by_file: dict[DataFileRef, list[tuple[MetadataIndex, int, int]]] = {}
     by: dict[tuple[str, str, str], Totals] = {}
     for item in items:
@@ -183,6 +188,20 @@ def compared(
         keys,
         {keys[index]: there[keys[index]] for index in same},
     )
+
+
+def _worthwhile(
+    items: Sequence[WriteItem], same: Set[MetadataIndex], directories: Mapping[MetadataIndex, str]
+) -> Set[MetadataIndex]:
+    """Return what to share: not little of a checkpoint, which then has to stay, as a whole."""
+    of_directory: Counter[str] = Counter()
+    total_nbytes = 0
+    for item in items:
+        nbytes = planned_nbytes(item)
+        total_nbytes += nbytes
+        if item.index in same:
+            of_directory[directories[item.index]] += nbytes
+    return {index for index in same if of_directory[directories[index]] >= _LEAST_PART * total_nbytes}
 
 
 def _hashed(
@@ -247,7 +266,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 def known_shards(
     filesystem: Filesystem,
     place: str,
-    reference: str,
+    references: Sequence[str],
     keys: Sequence[ShardKey],
     remembered: KnownShards,
     open_at: Callable[[str], Filesystem],
@@ -257,28 +276,31 @@ def known_shards(
     Args:
         filesystem: where the checkpoint is saved.
         place: the same, as a path or URL.
-        reference: path or URL of the reference; nothing is known of an empty one.
+        references: paths or URLs, of which the first is taken at which there is a checkpoint.
         keys: the shards.
         remembered: what this process has saved.
         open_at: opens a place.
     """
-    if not reference:
-        return {}
-    own, (_, directory) = posixpath.basename(real_place(place)), posixpath.split(real_place(reference))
+    own = posixpath.basename(real_place(place))
     try:
-        shards = remembered.of(real_place(reference))
-        if shards is None:
-            shards = _read(open_at(reference), directory, keys)
-        elif filesystem.file_nbytes(f"{BESIDE}{directory}/{METADATA_NAME}") is None:
-            # not published yet, or it failed: what it shares itself is there in any case
-            shards = {key: shard for key, shard in shards.items() if shard.directory != directory}
-        wanted = {key: shards[key] for key in keys if key in shards and shards[key].directory != own}
-        files = sorted({(shard.directory, shard.file) for shard in wanted.values()})
-        there = dict(zip(files, filesystem.map(lambda file: _is_there(filesystem, *file), files), strict=True))
+        for reference in references:
+            there = real_place(reference)
+            directory = posixpath.basename(there)
+            if filesystem.file_nbytes(f"{BESIDE}{directory}/{METADATA_NAME}") is None:
+                continue
+            shards = remembered.of(there)
+            if shards is None:
+                shards = _read(open_at(reference), directory, keys)
+            wanted = {key: shards[key] for key in keys if key in shards and shards[key].directory != own}
+            files = sorted({(shard.directory, shard.file) for shard in wanted.values()})
+            found = dict(zip(files, filesystem.map(lambda file: _is_there(filesystem, *file), files), strict=True))
+            return {key: shard for key, shard in wanted.items() if found[shard.directory, shard.file]}
     except CheckpointError as error:
         logger.warning("Nothing is shared with the reference, and all of the state is written: %s", error)
         return {}
-    return {key: shard for key, shard in wanted.items() if there[shard.directory, shard.file]}
+    if references:
+        logger.info("There is no checkpoint at %s yet, and all of the state is written.", " or ".join(references))
+    return {}
 
 
 def _is_there(filesystem: Filesystem, directory: str, file: DataFileRef) -> bool:

@@ -283,7 +283,7 @@ def async_save(
                 with streams.followed(), writer.staged_by(staging):
                     keeping.agree(values, group, call)
                     # with a reference, what is to be copied is known only after the shards were compared
-                    if keeping.kept_items is not None and writer.options.reference is None:
+                    if keeping.kept_items is not None and writer.options.references is None:
                         staging.copy_early(
                             keeping.kept_items, keeping.resolve_data, writer.options.staging_budget_nbytes
                         )

@@ -29,7 +29,7 @@ class SaveOptions:
     storage_deadline_seconds: float
     staging_budget_nbytes: int | None
     finish_within_seconds: float
-    reference: str | None  # path or URL of a checkpoint beside; empty to share nothing, but note what others can share
+    references: tuple[str, ...] | None  # paths or URLs of checkpoints beside; None if nothing is to be shared later
     storage_options: Mapping[str, Any] = field(repr=False)  # with credentials
     known_options: tuple[str, ...]  # the names of all options, to tell a mistyped one from a storage option
 

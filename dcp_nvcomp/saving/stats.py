@@ -45,7 +45,8 @@ class Totals:
         """Return both sizes and the ratio as a table shows them."""
         from rich.filesize import decimal  # a GPU host that only saves need not have it
 
-        return decimal(self.uncompressed_nbytes), decimal(self.encoded_nbytes), f"{self.ratio:.3f}"
+        ratio = f"{self.ratio:.3f}" if self.encoded_nbytes or not self.uncompressed_nbytes else "-"  # all is shared
+        return decimal(self.uncompressed_nbytes), decimal(self.encoded_nbytes), ratio
 
     def __add__(self, other: Totals) -> Totals:
         return Totals(

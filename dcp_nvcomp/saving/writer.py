@@ -29,7 +29,8 @@ from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.format.metadata.shares import leave_marks, shared_directories
+from dcp_nvcomp.format.metadata.shares import leave_marks
+from dcp_nvcomp.format.names import shared_directories
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
     STOCK_WRITER,
@@ -56,7 +57,7 @@ from dcp_nvcomp.saving.plans.differences import check_same_place
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
 from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.rank_save import RankResults, RankSave, place
-from dcp_nvcomp.saving.references import Compared, ShardKey, Shards, check_reference, compared, known_shards
+from dcp_nvcomp.saving.references import Compared, ShardKey, Shards, check_references, compared, known_shards
 from dcp_nvcomp.saving.save_options import SaveOptions
 from dcp_nvcomp.saving.saves import PreparedWrite, Save, Saves
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats
@@ -106,11 +107,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             smaller of twice the state's size and a quarter of what the host has free for each of its ranks. While it is
             full, staging waits for writing. What the asynchronous saves of a process have in use is counted together.
         reference: path or URL of a checkpoint in the same directory, such as `s3://bucket/run/step-900` for a save to
-            `s3://bucket/run/step-1000`. What is the same there, shard by shard, is not written again: the new
-            checkpoint names the files of the other one, and needs them from then on. With `""` everything is written,
-            and noted so that later checkpoints can share it; by default nothing is. A reference that is not there, or
-            was saved without this option, shares nothing. Tensors below 64 KiB are always written, and with
-            `use_collectives=False` or `prepare` everything is.
+            `s3://bucket/run/step-1000`; or several, of which the first is taken at which there is a checkpoint. What is
+            the same there, shard by shard, is not written again: the new checkpoint names the files of the other one,
+            and needs them from then on. With `()` everything is written, and noted so that later checkpoints can
+            share it; by default nothing is. A checkpoint that was saved without this option can't be shared. Tensors
+            below 64 KiB are always written, and with `use_collectives=False` or `prepare` everything is.
         **storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3. Arguments of stock DCP's
             writers that have no counterpart here are accepted if their value changes nothing.
 
@@ -152,7 +153,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         storage_deadline_seconds: float = DEADLINE_SECONDS,
         staging_budget_nbytes: int | None = None,
         finish_within_seconds: float = 60.0,
-        reference: str | os.PathLike[str] | None = None,
+        reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         **storage_options: Any,
     ) -> None:
         BlockingAsyncStager.__init__(self)
@@ -174,7 +175,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             storage_deadline_seconds=storage_deadline_seconds,
             staging_budget_nbytes=staging_budget_nbytes,
             finish_within_seconds=finish_within_seconds,
-            reference=reference if reference is None or reference == "" else place_of(check_path(reference)),
+            references=None if reference is None else _places_of(reference),
             storage_options=storage_options,
             known_options=tuple(option_names(type(self))),
         )
@@ -269,8 +270,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             UnsafePathError: a run saves, and the directory of the step is a symbolic link.
         """
         save = self._saves.current
-        if self.options.reference is not None:
-            check_reference(save.place, self.options.reference)
+        check_references(save.place, self.options.references or ())
         self._engine_choice.begin(self.options.device_memory_budget)
         self._engine_choice.check_codec(self.options.chooser)
         with contextlib.closing(self.options.open(save.place)) as filesystem:
@@ -307,7 +307,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         totals.add(found.by)
         results = RankResults.of([*written, *found.shared], totals, plan if is_kept else None)
         totals.rank, totals.seconds["plan"] = save.rank, planned_seconds
-        if self.options.reference is not None:
+        if self.options.references is not None:
             place = real_place(save.place)
             process_state().shards.note(place, found.shards(posixpath.basename(place), written))
         if staging is not None:
@@ -321,15 +321,15 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def _compared(self, save: Save, plan: SavePlan, planner: SavePlanner) -> Compared:
         """Compare this rank's part with the reference, if there is any."""
-        reference = self.options.reference
-        if reference is None or not save.use_collectives:
+        references = self.options.references
+        if references is None or not save.use_collectives:
             return Compared(plan.items)
         try:
             with contextlib.closing(self.options.open(save.place)) as filesystem:
                 remembered, open_at = process_state().shards, self.options.open
 
                 def known(keys: Sequence[ShardKey]) -> Shards:
-                    return known_shards(filesystem, save.place, reference, keys, remembered, open_at)
+                    return known_shards(filesystem, save.place, references, keys, remembered, open_at)
 
                 return compared(plan.items, planner.resolve_data, known, self.options.thread_count)
         except BaseException as error:
@@ -429,3 +429,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         except (ConfigurationError, TypeError):
             return False
         return True
+
+
+def _places_of(reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    given = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
+    return tuple(place_of(check_path(one)) for one in given)

@@ -18,16 +18,11 @@ from typing import Final
 
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.roots import is_missing, read_root
-from dcp_nvcomp.format.names import METADATA_NAME, mark_name, marking_directory
+from dcp_nvcomp.format.names import METADATA_NAME, mark_name, marking_directory, shared_directories
 from dcp_nvcomp.storage.base import BESIDE, FileInfo, Filesystem
 
 # How long a mark counts whose metadata is not there: it was written right before that.
 _UNPUBLISHED_SECONDS: Final = 3600.0
-
-
-def shared_directories(names: Iterable[str]) -> list[str]:
-    """Return the directories beside a checkpoint in which files of these names are."""
-    return sorted({name.removeprefix(BESIDE).partition("/")[0] for name in names if name.startswith(BESIDE)})
 
 
 def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) -> None:

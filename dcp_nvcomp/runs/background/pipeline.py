@@ -108,15 +108,21 @@ class Pipeline:
                 raise
             self._follow_fast(save, saving, publisher, upload=upload, replicas=replicas)
 
-    def to_durable(self, save: StepSave, values: dict[str, Any]) -> None:
+    def to_durable(self, save: StepSave, values: dict[str, Any], references: Collection[int] | None = None) -> None:
+        """Save a step to the durable tier; `references` are those with which it may share files, None to share none."""
         if self._fast is not None:
             self._tell_of_lack_of_room(save)
-        writer = self._run.options.durable_writer(self._durable.path_of(save.step))
+        places = None if references is None else [self._durable.path_of(step) for step in references]
+        writer = self._run.options.durable_writer(self._durable.path_of(save.step), places)
         writer.published_by(StepPublisher(save.step, save.metrics, self._durable.check_lease, save.more))
-        with self._durable.held(save.step):
+        with contextlib.ExitStack() as held:
+            for step in (save.step, *(references or ())):
+                held.enter_context(self._durable.held(step))
             saving = self._begin(save, values, writer, self._run.group)
             self._on_their_way.add(save.step)
-            self._durable_thread.do(lambda: self._end_direct(save, saving))
+            # the references until this save is published, or has failed
+            still_held = held.pop_all()
+            self._durable_thread.do(lambda: self._end_direct(save, saving, still_held))
 
     def _tell_of_lack_of_room(self, save: StepSave) -> None:
         if self._warns:
@@ -191,8 +197,10 @@ class Pipeline:
             self._fast_thread.wait_for()
         self._durable_thread.wait_for()
 
-    def _end_direct(self, save: StepSave, saving: AsyncSave) -> None:
+    def _end_direct(self, save: StepSave, saving: AsyncSave, held: contextlib.ExitStack) -> None:
         def note() -> None:
+            with held:
+                saving.upload_completion.exception()
             save.reached("durable", stats=_stats(saving.upload_completion.result()))
             self._durable_stage.note(save)
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
-from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, summary_at_end
-from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.format.metadata.roots import read_root
+from dcp_nvcomp.format.metadata.shares import needed_by_others, remove_marks
+from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
+from dcp_nvcomp.format.names import METADATA_NAME, shared_directories
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, Step, steps_below
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.own_files import ID_NAME, REMOVING, is_pinned, pinned_steps, read_abandoned, run_id
-from dcp_nvcomp.runs.retention import Doomed, Keep, KeepRule, what_goes
+from dcp_nvcomp.runs.retention import Doomed, Keep, KeepRule, SavedStep, what_goes
 from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps, remove_step
 from dcp_nvcomp.storage.base import Below, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
@@ -153,11 +154,14 @@ class DurableTier:
         """Return what a rule keeps of the steps just listed, and what not; opens the newest before others go."""
         complete = sorted(found.complete, key=lambda saved: saved.step)
         while complete:
-            doomed = what_goes(rule, complete, found.abandoned, lambda: pinned_steps(self.open_own()))
+            doomed = what_goes(rule, complete, found.abandoned, lambda: pinned_steps(self.open_own()), self._shared)
             if not doomed.why or self._is_complete(complete[-1].step):
                 return doomed
             complete.pop()
         return Doomed({}, {})
+
+    def _shared(self, saved: SavedStep) -> Sequence[int]:
+        return [step for name in saved.shares if (step := self.names.step_of(name)) is not None]
 
     def _is_complete(self, step: int) -> bool:
         try:
@@ -169,33 +173,69 @@ class DurableTier:
         return not problem
 
     def remove(self, why: Mapping[int, str], listed: Mapping[int, str] | None = None) -> Removed:
-        gone, failed = [], {}
+        """Remove steps; `listed` has the saves that they were when it was decided.
 
-        def is_wanted(step: int, filesystem: Filesystem) -> bool:
-            is_replaced = listed is not None and step in listed and _save_id_at(filesystem) not in (None, listed[step])
-            return is_replaced or is_pinned(self.open_own(), step)
+        Those that others need stay, and are looked at once more when the others are gone.
+        """
+        gone: Sequence[int] = []
+        failed: dict[int, CheckpointError] = {}
+        waiting: Sequence[int] = sorted(why)
+        for _ in range(2):
+            order, waiting = waiting, []
+            for step in order:
+                with self._lock:
+                    if self._busy[step]:
+                        continue
+                    try:
+                        with contextlib.closing(self.open(step)) as filesystem:
+                            if why[step] == BEGUN and filesystem.file_nbytes(REMOVING) is None:
+                                continue  # a save has taken the mark away since
+                            if self._remove_one(filesystem, step, None if listed is None else listed.get(step)):
+                                gone = [*gone, step]
+                                logger.info("Step %d was removed: %s.", step, why[step])
+                            elif needed_by_others(filesystem, filesystem.list_files()):
+                                waiting = [*waiting, step]
+                    except CheckpointError as error:
+                        logger.warning("Step %d could not be removed, and will be at the next save: %s", step, error)
+                        failed[step] = error
+        return Removed(tuple(sorted(gone)), failed)
 
-        for step, reason in sorted(why.items()):
-            with self._lock:
-                if self._busy[step]:
-                    continue
-                try:
-                    with contextlib.closing(self.open(step)) as filesystem:
-                        if reason == BEGUN and filesystem.file_nbytes(REMOVING) is None:
-                            continue  # a save has taken the mark away since
-                        if remove_step(filesystem, functools.partial(is_wanted, step, filesystem)):
-                            gone.append(step)
-                            logger.info("Step %d was removed: %s.", step, reason)
-                except CheckpointError as error:
-                    logger.warning("Step %d could not be removed, and will be at the next save: %s", step, error)
-                    failed[step] = error
-        return Removed(tuple(gone), failed)
+    def _remove_one(self, filesystem: Filesystem, step: int, save_id: str | None) -> bool:
+        shares = _shares_at(filesystem)
+
+        def is_wanted() -> bool:
+            is_replaced = save_id is not None and _save_id_at(filesystem) not in (None, save_id)
+            return (
+                is_replaced
+                or is_pinned(self.open_own(), step)
+                or bool(needed_by_others(filesystem, filesystem.list_files()))  # by what is no step, too
+            )
+
+        if not remove_step(filesystem, is_wanted):
+            return False
+        remove_marks(filesystem, self.names.name_of(step), shares)
+        return True
 
 
 def _save_id_at(filesystem: Filesystem) -> str | None:
-    """Return the id of the save that is in a step's directory; None if there is none, or it does not say."""
+    summary = _summary_at(filesystem)
+    return None if summary is None else summary.save_id
+
+
+def _summary_at(filesystem: Filesystem) -> Summary | None:
+    """Return the summary of what is in a step's directory; None if there is nothing, or it has none."""
     nbytes = filesystem.file_nbytes(METADATA_NAME)
     if nbytes is None:
         return None
-    summary = summary_at_end(filesystem.read(METADATA_NAME, max(nbytes - SUMMARY_NBYTES, 0), nbytes))
-    return None if summary is None else summary.save_id
+    return summary_at_end(filesystem.read(METADATA_NAME, max(nbytes - SUMMARY_NBYTES, 0), nbytes))
+
+
+def _shares_at(filesystem: Filesystem) -> Sequence[str]:
+    """Return the directories whose files a step shares; nothing if that can't be read: marks that stay do no harm."""
+    try:
+        summary = _summary_at(filesystem)
+        if summary is None or summary.shares is not None:
+            return () if summary is None else summary.shares or ()
+        return shared_directories(read_root(filesystem, METADATA_NAME).files())
+    except CheckpointError:
+        return ()
