@@ -10,6 +10,7 @@ from dcp_nvcomp.engines.cuda.pool import release_device_memory
 from dcp_nvcomp.loading.job import LoadStats
 from dcp_nvcomp.maintenance.checks import Verification
 from dcp_nvcomp.maintenance.cleaning import Cleaning, clean
+from dcp_nvcomp.maintenance.consolidation import Consolidation, consolidate
 from dcp_nvcomp.maintenance.environment import Environment, info
 from dcp_nvcomp.maintenance.inspection import Inspection, inspect
 from dcp_nvcomp.maintenance.recovery import Recovery, recover
@@ -24,6 +25,7 @@ __all__ = [
     "Bench",
     "Cleaning",
     "Comparison",
+    "Consolidation",
     "Conversion",
     "Environment",
     "Inspection",
@@ -39,6 +41,7 @@ __all__ = [
     "bench",
     "clean",
     "compare",
+    "consolidate",
     "info",
     "inspect",
     "recover",

@@ -15,7 +15,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from dcp_nvcomp.cli.advising import advise_command, bench_command, savings_command
-from dcp_nvcomp.cli.checking import diff_command, recover_command, verify_command
+from dcp_nvcomp.cli.checking import consolidate_command, diff_command, recover_command, verify_command
 from dcp_nvcomp.cli.common import AsJson
 from dcp_nvcomp.cli.convert import convert_command
 from dcp_nvcomp.cli.listing import cat_command, inspect_command, ls_command
@@ -90,7 +90,16 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     *(ls_command, inspect_command, cat_command, diff_command, convert_command, verify_command, recover_command),
-    *(clean_command, prune_command, pin_command, bench_command, advise_command, savings_command, report_command),
+    *(
+        consolidate_command,
+        clean_command,
+        prune_command,
+        pin_command,
+        bench_command,
+        advise_command,
+        savings_command,
+        report_command,
+    ),
     info_command,
 )
 for _command in _COMMANDS:

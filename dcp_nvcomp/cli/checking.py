@@ -1,4 +1,4 @@
-"""`dcp-nvcomp verify`, `recover` and `diff`: what is wrong with a checkpoint, its `.metadata`, another checkpoint."""
+"""`dcp-nvcomp verify`, `recover`, `consolidate` and `diff`: what is wrong with a checkpoint, or missing from it."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def recover_command(url: Url, save_id: SaveId = None, option: Options = None, as
     show(found, as_json)
     if found.outcome not in (RECOVERED, INTACT):
         raise typer.Exit(1)
+
+
+def consolidate_command(url: Url, option: Options = None, as_json: AsJson = False) -> None:
+    """Copy into a checkpoint what it shares with others beside it, so that it needs them no more."""
+    from dcp_nvcomp import tools
+
+    show(tools.consolidate(url, storage_options=parse_storage_options(option)), as_json)
 
 
 def diff_command(

@@ -168,8 +168,8 @@ def compared(
     found = _hashed(items, resolve, thread_count)
     keys = {index: key for index, (key, _) in found.items()}
     there = known(list(keys.values())) if found else {}
-    same = {index for index, (key, own) in found.items() if key in there and there[key].content_hash == own}
-    same = _worthwhile(items, same, {index: there[keys[index]].directory for index in same})
+    equal = {index for index, (key, own) in found.items() if key in there and there[key].content_hash == own}
+    same = _worthwhile(items, equal, {index: there[keys[index]].directory for index in equal})
     by_file: dict[DataFileRef, list[tuple[MetadataIndex, int, int]]] = {}
     by: dict[tuple[str, str, str], Totals] = {}
     for item in items:

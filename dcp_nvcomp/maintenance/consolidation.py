@@ -1,0 +1,226 @@
+"""Make a checkpoint that shares files with others whole again: what it shares is copied into it, as it was encoded.
+
+    shared records -> read, CRCs checked -> written to data files of its own -> `.metadata` is published again
+
+Until then nothing has changed; a copy of the metadata (`__<save_id>.metadata`) is written right before. The save stays
+the same one, with the id that it had.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import posixpath
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.filesize import decimal
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_nvcomp.calls.tables import Shown, counted
+from dcp_nvcomp.codecs.base import checksum
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, CorruptDataError
+from dcp_nvcomp.format.data_file import DataFileRef, encoded_run, read_footer
+from dcp_nvcomp.format.footer import FileIdentity, Footer
+from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
+from dcp_nvcomp.format.metadata.roots import Root, read_current
+from dcp_nvcomp.format.metadata.shards import StoredAt
+from dcp_nvcomp.format.metadata.shares import remove_marks
+from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
+from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, data_file_name, shared_directories
+from dcp_nvcomp.format.record import Record
+from dcp_nvcomp.maintenance.opening import document, opened
+from dcp_nvcomp.saving.commit import remove_files
+from dcp_nvcomp.saving.data_files import DataFileWriter, WrittenFile
+from dcp_nvcomp.saving.encode.sources import Member, PendingRecord
+from dcp_nvcomp.storage.base import BESIDE, Filesystem
+from dcp_nvcomp.storage.open import real_place
+from dcp_nvcomp.version import VERSION
+
+_READ_NBYTES: Final = 8 << 20
+
+_Places = dict[DataFileRef, list[tuple[MetadataIndex, int]]]  # of the files that are shared
+
+
+@dataclass(frozen=True)
+class Consolidation(Shown):
+    """Result of `consolidate`.
+
+    Attributes:
+        path: the checkpoint.
+        shared_with: the directories beside it whose files it needed.
+        shards: how many shards were copied.
+        nbytes: size of the data files that were written.
+    """
+
+    path: str
+    shared_with: tuple[str, ...]
+    shards: int
+    nbytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
+        return document(self, "checkpoint")
+
+    def shown(self) -> Iterator[str]:
+        """Return what it prints."""
+        if not self.shared_with:
+            yield f"{self.path} shares nothing with other checkpoints."
+            return
+        yield (
+            f"{self.path} is whole: {counted(self.shards, 'shard')} of {', '.join(self.shared_with)}, "
+            f"{decimal(self.nbytes)}, are in it now."
+        )
+
+
+def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Consolidation:
+    """Copy into a checkpoint what it shares with others, so that it needs them no more.
+
+    Args:
+        path: a local path or any fsspec URL.
+        storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
+
+    Returns:
+        What was copied.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        ConfigurationError: an option is unknown.
+        CorruptDataError: what it shares is damaged; nothing has changed.
+        StorageError: the storage fails, or what it shares is gone; nothing has changed.
+
+    Examples:
+        >>> import tempfile, torch, dcp_nvcomp
+        >>> run, state = tempfile.mkdtemp(), {"w": torch.randn(256, 256)}
+        >>> _ = dcp_nvcomp.save(state, f"{run}/a", no_dist=True, reference=())
+        >>> _ = dcp_nvcomp.save(state, f"{run}/b", no_dist=True, reference=f"{run}/a")
+        >>> dcp_nvcomp.tools.consolidate(f"{run}/b").shared_with
+        ('a',)
+    """
+    with opened(path, storage_options) as filesystem:
+        if filesystem.file_nbytes(METADATA_NAME) is None:
+            raise ConfigurationError("Only a checkpoint with `.metadata` can share files.", path=filesystem.path)
+        root = read_current(filesystem)
+        shared: _Places = {}
+        for index, stored in (root.metadata.storage_data or {}).items():
+            if isinstance(stored, StoredAt) and stored.file.name.startswith(BESIDE):
+                shared.setdefault(stored.file, []).append((index, stored.record))
+        directories = shared_directories(file.name for file in shared)
+        if not shared:
+            return Consolidation(filesystem.path, (), 0, 0)
+        file_id, names = uuid.uuid4().hex, list[str]()
+        try:
+            written = [
+                _copied(filesystem, file, records, root, number, file_id, names)
+                for number, (file, records) in enumerate(shared.items())
+            ]
+            _publish(filesystem, root, written)
+        except BaseException:
+            if not _is_published(filesystem, names):
+                remove_files(filesystem, names, "a checkpoint that could not be made whole")
+            raise
+        remove_marks(filesystem, posixpath.basename(real_place(path)), directories)
+        return Consolidation(
+            filesystem.path,
+            tuple(directories),
+            sum(map(len, shared.values())),
+            sum(file.file.nbytes for file in written),
+        )
+
+
+def _copied(
+    filesystem: Filesystem,
+    file: DataFileRef,
+    places: Sequence[tuple[MetadataIndex, int]],
+    root: Root,
+    number: int,
+    file_id: str,
+    opened_names: list[str],
+) -> WrittenFile:
+    """Copy records of a file to a new one, as they are."""
+    footer = read_footer(filesystem, file)
+    by_record: dict[int, list[MetadataIndex]] = {}
+    for index, own_number in places:
+        record = footer.records[own_number] if own_number < len(footer.records) else None
+        if record is None or record.grid is None or record.fqn != index.fqn:
+            raise CorruptDataError(
+                "It shares what is no record of its own there, so it can't be copied: `dcp-nvcomp convert` makes "
+                "another checkpoint of what can be read.",
+                path=footer.path,
+                fqn=index.fqn,
+            )
+        by_record.setdefault(own_number, []).append(index)
+    name = data_file_name(footer.rank, number, file_id)
+    identity = FileIdentity(root.save_id or "", file_id, footer.rank, {"dcp_nvcomp": VERSION})
+    stream = filesystem.open_output(name)
+    opened_names.append(name)
+    try:
+        writer = DataFileWriter(stream, name, identity, lambda nbytes: None)
+        for own_number, indices in sorted(by_record.items()):
+            record = footer.records[own_number]
+            writer.begin(
+                PendingRecord(record, record.element.name, (Member(indices[0], record, record.uncompressed_nbytes),))
+            )
+            for first, stop in _runs(footer, record):
+                writer.append(encoded_run(footer, first, stop, _checked(filesystem, file.name, footer, first, stop)))
+        found = writer.finish()
+    finally:
+        stream.abort()  # does nothing once it is closed
+    number_of = {index: new for index, _, new in found.items}
+    return WrittenFile(
+        found.file, [(index, 0, number_of[indices[0]]) for indices in by_record.values() for index in indices]
+    )
+
+
+def _runs(footer: Footer, record: Record) -> Iterator[tuple[int, int]]:
+    """Yield the blocks of a record, as many at once as are read together."""
+    first, end = record.first_block, record.first_block + record.block_count
+    while first < end:
+        stop = first + 1
+        while stop < end and footer.block_offsets[stop + 1] - footer.block_offsets[first] <= _READ_NBYTES:
+            stop += 1
+        yield first, stop
+        first = stop
+
+
+def _checked(filesystem: Filesystem, name: str, footer: Footer, first: int, stop: int) -> memoryview:
+    """Read encoded blocks, and check their CRCs."""
+    offsets = footer.block_offsets[first : stop + 1].tolist()
+    data = memoryview(filesystem.read(name, offsets[0], offsets[-1]))
+    for number, (start, end) in enumerate(itertools.pairwise(offsets), first):
+        if checksum(data[start - offsets[0] : end - offsets[0]]) != int(footer.tables.encoded_crc[number]):
+            raise CorruptDataError(
+                "The stored bytes fail their CRC: the file is corrupt.", path=footer.path, byte_range=(start, end)
+            )
+    return data
+
+
+def _publish(filesystem: Filesystem, root: Root, written: Sequence[WrittenFile]) -> None:
+    places: dict[MetadataIndex, Any] = dict(root.metadata.storage_data or {})
+    for file in written:
+        places.update({index: StoredAt(file.file, record) for index, _, record in file.items})
+    metadata = dataclasses.replace(root.metadata, storage_data=places)
+    summary = _summary(root, sum(file.file.nbytes for file in written))
+    data = metadata_to_publish(metadata, path=filesystem.location(METADATA_NAME), summary=summary)
+    copy = copy_name_of(root.save_id)
+    if copy is not None:
+        filesystem.publish(copy, data)
+    filesystem.publish(METADATA_NAME, data)
+
+
+def _summary(root: Root, more_nbytes: int) -> Summary | None:
+    found = summary_at_end(root.data[-SUMMARY_NBYTES:])
+    if found is None:
+        return None
+    return dataclasses.replace(found, stored_nbytes=found.stored_nbytes + more_nbytes).sharing_with(())
+
+
+def _is_published(filesystem: Filesystem, names: Sequence[str]) -> bool:
+    """Return whether `.metadata` names these files, or may do so."""
+    try:
+        return bool(read_current(filesystem).files().keys() & set(names))
+    except CheckpointError:
+        return True
