@@ -90,17 +90,8 @@ app = typer.Typer(
 )
 _COMMANDS: tuple[Callable[..., None], ...] = (
     *(ls_command, inspect_command, cat_command, diff_command, convert_command, verify_command, recover_command),
-    *(
-        consolidate_command,
-        clean_command,
-        prune_command,
-        pin_command,
-        bench_command,
-        advise_command,
-        savings_command,
-        report_command,
-    ),
-    info_command,
+    *(consolidate_command, clean_command, prune_command, pin_command, bench_command, advise_command, savings_command),
+    *(report_command, info_command),
 )
 for _command in _COMMANDS:
     app.command(_command.__name__.removesuffix("_command"))(_command)

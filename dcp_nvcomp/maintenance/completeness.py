@@ -7,7 +7,8 @@ published, and what is published parses.
     .run/seen     {"schema": 1, "complete": {"<directory>": "<identity of its listing>"}}
 
 has those of a run that were found complete, so that they need not be opened for each list. The identity is a hash of
-the names, sizes and times of all files of a checkpoint. Nothing but time depends on this file.
+the names, sizes and times of all files of a checkpoint, and of the data files beside it that it shares. Nothing but
+time depends on this file.
 """
 
 from __future__ import annotations

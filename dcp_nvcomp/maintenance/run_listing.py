@@ -22,8 +22,10 @@ from dcp_nvcomp.calls.tables import Column, Shown, Table, left, local_time
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
 from dcp_nvcomp.format.names import (
+    DATA_FILE_SUFFIX,
     METADATA_NAME,
     data_file_rank,
+    marking_directory,
     own_file,
     own_upload,
     rank_of_metadata_name,
@@ -172,7 +174,21 @@ def steps_below(
     found = {folder: files for folder, files in folders.items() if _is_checkpoint(files, folder, below.uploads)}
     order = sorted(found, key=natural_order)
     look = _Look(filesystem, {file.name: file.nbytes for file in below.files}, seen, step_of or _step_of_default)
-    return filesystem.map(lambda folder: look.at(folder, found[folder]), order)
+    shared = _shared_files(folders)
+    return filesystem.map(lambda folder: look.at(folder, found[folder], shared.get(folder, [])), order)
+
+
+def _shared_files(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[FileInfo]]:
+    """Return the data files of other checkpoints that each one may need, by their marks."""
+    found: dict[str, list[FileInfo]] = {}
+    for folder, files in folders.items():
+        parent, slash, _ = folder.rpartition("/")
+        for name in _names(files):
+            sharing = marking_directory(name)
+            if sharing is not None:
+                data = [file for file in files if file.name.endswith(DATA_FILE_SUFFIX)]
+                found.setdefault(f"{parent}{slash}{sharing}", []).extend(data)
+    return found
 
 
 def _step_of_default(name: str) -> int | None:
@@ -198,8 +214,8 @@ class _Look:
         self._filesystem, self._sizes, self._seen, self._step_of = filesystem, sizes, seen, step_of
         self._one_large = threading.Lock()
 
-    def at(self, folder: str, files: list[FileInfo]) -> Step:
-        identity = identity_of(files)
+    def at(self, folder: str, files: list[FileInfo], shared: list[FileInfo]) -> Step:
+        identity = identity_of([*files, *shared])
         known = self._seen.step(folder, identity)
         if known is not None:
             return known

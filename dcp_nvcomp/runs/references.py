@@ -1,7 +1,7 @@
 """Which steps a save of an incremental run may refer to: those that were saved or restored right before it.
 
-A save begins before the one before it is published, but after the one before that is over. So there are several, of
-which it takes the newest that is there, and none of them is removed meanwhile.
+A save begins before the one before it is published, but after the one before that is over. So there are two, of which
+it takes the newest that is there, and neither is removed meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 from dcp_nvcomp.runs.retention import SavedStep
 
-_MOST: Final = 3
+_MOST: Final = 2
 
 
 class References:

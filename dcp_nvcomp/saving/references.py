@@ -139,7 +139,7 @@ def check_references(place: str, references: Sequence[str]) -> None:
     for reference in references:
         other_parent, other_directory = posixpath.split(real_place(reference))
         why = fault or _fault_of_directory(other_directory)
-        if other_parent != parent or parent.endswith(":/"):
+        if other_parent != parent or parent.endswith(":"):
             why = "both must be in the same directory"
         elif other_directory == directory:
             why = "it is the same checkpoint"

@@ -119,6 +119,31 @@ def test_missing_file(filesystem: Filesystem, place: Location) -> None:
             assert caught.value.path == lonely.location("missing")
 
 
+def test_files_of_a_checkpoint_beside(place: Location) -> None:
+    """What a checkpoint shares with another, in the same parent directory, is read and marked through it."""
+    own, other = made(place, below="run/step-2"), made(place, below="run/step-1")
+    write_file(other, "__0_0_a.distcp", bytes(range(100)))
+    name = "../step-1/__0_0_a.distcp"
+    assert own.file_nbytes(name) == 100
+    assert own.read(name, 7, 9) == b"\7\x08"
+    buffer = bytearray(3)
+    own.read_into(name, 97, memoryview(buffer))
+    assert buffer == b"abc"
+    assert own.read_all(name, limit_nbytes=100) == bytes(range(100))
+    assert own.location(name) == other.location("__0_0_a.distcp")
+    own.publish("../step-1/.shared.step-2", b"")
+    assert other.list_names() == [".shared.step-2", "__0_0_a.distcp"] and own.list_names() == []
+    own.publish("../step-1/.shared.step-2", b"")
+    own.remove(["../step-1/.shared.step-2", "../step-3/.shared.step-2"])
+    assert other.list_names() == ["__0_0_a.distcp"]
+    assert own.file_nbytes("../step-3/x") is None
+    for unsafe in ("../x", "../../run/x", "../step-1/../step-1/x", "../step-1/./x", "../step-1/", "..//x", "a/../../x"):
+        with pytest.raises(UnsafePathError):
+            own.read(unsafe, 0, 1)
+        with pytest.raises(UnsafePathError):
+            own.remove([unsafe])
+
+
 def test_read_all_has_a_limit(filesystem: Filesystem) -> None:
     filesystem.publish("some", b"0123456789")
     assert filesystem.read_all("some", limit_nbytes=10) == b"0123456789"

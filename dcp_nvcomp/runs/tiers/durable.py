@@ -113,7 +113,7 @@ class DurableTier:
         is_complete = bool(found) and found[0].state == COMPLETE
         if self._seen is not None:
             self._seen.forget(name)
-            if is_complete:
+            if is_complete and not found[0].shares:  # which were not listed
                 self._seen.note(name, identity_of(files), replace(found[0], name=name))
         if is_complete:
             return ""

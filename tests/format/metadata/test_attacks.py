@@ -334,6 +334,33 @@ def test_path_out_of_the_checkpoint(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        *((directory, "x.distcp") for directory in ("..", ".", "", "a/b", "/etc", "a/..", "s3://b", "C:\\x", "a\x00b")),
+        *(("step-1", name) for name in ("../x", "a/x", "", "..", "/etc/passwd")),
+    ],
+)
+def test_path_out_of_the_directory_beside(directory: str, name: str) -> None:
+    file = asm.sequence(asm.text(name), *map(asm.number, (100, 10, 1)), asm.text(directory))
+    value = asm.sequence(file, asm.number(0))
+    refused(asm.metadata(storage_data=asm.mapping(asm.index(), value)), "not allowed|plain names", UnsafePathError)
+
+
+def test_file_in_the_directory_beside() -> None:
+    file = asm.sequence(asm.text("x.distcp"), *map(asm.number, (100, 10, 1)), asm.text("step-1"))
+    data = asm.metadata(storage_data=asm.mapping(asm.index(), asm.sequence(file, asm.number(2))))
+    (stored,) = parse_metadata(data, path="run/step-2").storage_data.values()
+    assert stored == (("../step-1/x.distcp", 100, 10, 1), 2)
+
+
+@pytest.mark.parametrize("more", [[asm.number(1)], [asm.text("a"), asm.text("b")], [b"N"], [asm.EMPTY_TUPLE]])
+def test_what_is_no_directory_beside(more: list[bytes]) -> None:
+    file = asm.sequence(asm.text("x.distcp"), *map(asm.number, (100, 10, 1)), *more)
+    value = asm.sequence(file, asm.number(0))
+    refused(asm.metadata(storage_data=asm.mapping(asm.index(), value)), "must be|not text", MetadataError)
+
+
+@pytest.mark.parametrize(
     "opcode", [op for op in pickletools.opcodes if op.name not in SUPPORTED], ids=lambda op: op.name
 )
 def test_opcode_without_a_use(opcode: pickletools.OpcodeInfo) -> None:

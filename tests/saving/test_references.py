@@ -1,0 +1,356 @@
+"""Saves with a reference: what is the same there is not written again, and what needs it keeps it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+
+from dcp_nvcomp import (
+    ConfigurationError,
+    CorruptDataError,
+    NvcompReader,
+    NvcompWriter,
+    SaveStats,
+    StorageError,
+    async_save,
+    open_checkpoint,
+    save,
+    tools,
+)
+from dcp_nvcomp.format.data_file import read_footer
+from dcp_nvcomp.format.metadata.roots import read_current
+from dcp_nvcomp.format.metadata.shares import needed_by_others
+from dcp_nvcomp.format.metadata.summary import summary_at_end
+from dcp_nvcomp.format.names import METADATA_NAME, mark_name
+from dcp_nvcomp.saving.process_state import forget_all
+from dcp_nvcomp.saving.references import hash_of
+from dcp_nvcomp.storage.open import open_filesystem
+from tests.checkpoints import assert_loads, flip
+
+State = dict[str, Any]
+
+
+@pytest.fixture(params=[False, True], ids=["same process", "another process"])
+def restart(request: pytest.FixtureRequest) -> Any:
+    """What may happen between two saves: a new process knows what footers say."""
+    return forget_all if request.param else lambda: None
+
+
+def _state() -> State:
+    torch.manual_seed(0)
+    return {
+        "base": {"a": torch.randn(256, 512), "b": torch.randn(300, 300, dtype=torch.float64).to(torch.bfloat16)},
+        "head": torch.randn(96, 300),
+        "small": torch.randn(100),
+        "step": 7,
+    }
+
+
+def _data_nbytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.distcp"))
+
+
+def _save(state: State, path: Path, reference: Any, **options: Any) -> SaveStats:
+    return save(state, path, no_dist=True, reference=reference, **options)
+
+
+def test_what_is_the_same_is_not_written(tmp_path: Path, restart: Any) -> None:
+    state = _state()
+    first = _save(state, tmp_path / "step-1", ())
+    assert "shared" not in first.by_codec
+    restart()
+    state["head"] += 1
+    second = _save(state, tmp_path / "step-2", tmp_path / "step-1")
+    assert second.by_codec["shared"].records == 2
+    assert second.uncompressed_nbytes == first.uncompressed_nbytes
+    assert second.by_codec["shared"].uncompressed_nbytes == 256 * 512 * 4 + 300 * 300 * 2
+    assert _data_nbytes(tmp_path / "step-2") == second.stored_nbytes < 0.2 * first.stored_nbytes
+    restart()
+    state["step"] = 8
+    third = _save(state, tmp_path / "step-3", str(tmp_path / "step-2"))
+    assert third.by_codec["shared"].records == 3
+    names = read_current(open_filesystem(tmp_path / "step-3")).files()
+    directories = {name.split("/")[1] for name in names if name.startswith("../")}
+    assert directories == {"step-1", "step-2"}, "one step away, and not two"
+    assert_loads(tmp_path / "step-3", state)
+    assert tools.verify(tmp_path / "step-3", full=True).is_sound
+    assert_loads(tmp_path / "step-1", _state())
+
+
+def test_stock_tools_see_the_keys(tmp_path: Path) -> None:
+    _save(_state(), tmp_path / "a", ())
+    _save(_state(), tmp_path / "b", tmp_path / "a")
+    metadata = dcp.FileSystemReader(tmp_path / "b").read_metadata()
+    assert set(metadata.state_dict_metadata) == {"base.a", "base.b", "head", "small", "step"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.update(head=state["head"].reshape(300, 96)),
+        lambda state: state.update(head=state["head"].view(torch.int32)),
+        lambda state: state.update(tail=state.pop("head")),
+        lambda state: state["head"][-1, -1:].neg_(),
+    ],
+    ids=["shape", "dtype", "key", "one bit"],
+)
+def test_what_is_another_is_written(tmp_path: Path, change: Any, restart: Any) -> None:
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    change(state)
+    restart()
+    assert _save(state, tmp_path / "b", tmp_path / "a").by_codec["shared"].records == 2
+    assert_loads(tmp_path / "b", state)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda tensor: tensor.t().contiguous().t(),
+        lambda tensor: torch.cat([tensor, tensor], 1)[:, : tensor.shape[1]],
+        lambda tensor: tensor.neg()._neg_view(),
+        lambda tensor: tensor.clone().requires_grad_(),
+    ],
+    ids=["transposed", "a part", "negative view", "gradient"],
+)
+def test_a_hash_is_of_the_elements_however_they_lie(same: Any) -> None:
+    tensor = torch.randn(700, 801)
+    pieces = [tensor.numpy().tobytes()[start : start + (1 << 20)] for start in range(0, tensor.nbytes, 1 << 20)]
+    digests = b"".join(xxhash.xxh3_128_digest(piece) for piece in pieces)
+    assert hash_of(same(tensor)) == hash_of(tensor) == xxhash.xxh3_128_hexdigest(digests)
+    assert hash_of(torch.zeros(3, dtype=torch.complex64).conj()) == hash_of(
+        torch.complex(torch.zeros(3), -torch.zeros(3))
+    )
+
+
+def test_small_parts_of_a_checkpoint_are_written_again(tmp_path: Path) -> None:
+    """A checkpoint that has to stay costs more than a tenth of one."""
+    state = {"large": torch.randn(1000, 1000), "little": torch.randn(160, 160)}
+    _save(state, tmp_path / "1", ())
+    state["large"] += 1
+    assert "shared" not in _save(state, tmp_path / "2", tmp_path / "1").by_codec
+    assert_loads(tmp_path / "2", state)
+
+
+@pytest.mark.parametrize("options", [{"single_file_per_rank": False}, {"thread_count": 1}, {"codec": "zstd"}])
+def test_other_options(tmp_path: Path, options: Any, restart: Any) -> None:
+    state = _state()
+    _save(state, tmp_path / "a", (), **options)
+    restart()
+    state["head"] += 1
+    assert _save(state, tmp_path / "b", tmp_path / "a", **options).by_codec["shared"].records == 2
+    assert_loads(tmp_path / "b", state)
+
+
+def test_an_asynchronous_save_copies_only_what_has_changed(tmp_path: Path) -> None:
+    state = _state()
+    for number, reference in enumerate([(), tmp_path / "0", tmp_path / "1"]):
+        expected = {**state, "base": {key: value.clone() for key, value in state["base"].items()}}
+        expected["head"] = state["head"].clone()
+        saving = async_save(state, tmp_path / str(number), no_dist=True, reference=reference)
+        state["head"].zero_()
+        stats = SaveStats.of(saving.upload_completion.result())
+        assert stats is not None and ("shared" in stats.by_codec) == (number > 0)
+        assert_loads(tmp_path / str(number), expected)
+        state["head"].copy_(torch.randn(96, 300))
+
+
+def test_dcp_save_takes_the_option_too(tmp_path: Path) -> None:
+    state = {"w": torch.randn(256, 256)}
+    for path, reference in ((tmp_path / "a", ()), (tmp_path / "b", tmp_path / "a")):
+        writer = NvcompWriter(path, reference=reference)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    assert writer.last_save is not None and writer.last_save.by_codec["shared"].records == 1
+    assert not list((tmp_path / "b").glob("*.distcp"))
+    loaded = {"w": torch.zeros(256, 256)}
+    dcp.load(loaded, storage_reader=NvcompReader(tmp_path / "b"), no_dist=True)
+    assert torch.equal(loaded["w"], state["w"])
+
+
+@pytest.mark.parametrize("prepare", ["nothing", "not complete", "no hashes", "corrupt"])
+def test_without_a_usable_reference_all_is_written(
+    tmp_path: Path, prepare: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, path = _state(), tmp_path / "a"
+    if prepare != "nothing":
+        _save(state, path, None if prepare == "no hashes" else ())
+    if prepare == "not complete":
+        (path / METADATA_NAME).unlink()
+    if prepare == "corrupt":
+        forget_all()
+        flip(path / METADATA_NAME, 50)
+    with caplog.at_level(logging.INFO):
+        stats = _save(state, tmp_path / "b", path)
+    assert "shared" not in stats.by_codec
+    assert ("all of the state is written" in caplog.text) == (prepare != "no hashes")
+    assert_loads(tmp_path / "b", state)
+    assert _save(state, tmp_path / "c", [path / "none", tmp_path / "b"][1:]).by_codec["shared"].records == 3
+
+
+def test_a_file_that_is_gone_is_not_shared(tmp_path: Path) -> None:
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    for file in (tmp_path / "a").glob("*.distcp"):
+        file.unlink()
+    assert "shared" not in _save(state, tmp_path / "b", tmp_path / "a").by_codec
+    assert_loads(tmp_path / "b", state)
+
+
+@pytest.mark.parametrize(
+    ("place", "reference", "says"),
+    [
+        ("run/b", "other/a", "same directory"),
+        ("run/b", "run/a/deeper", "same directory"),
+        ("run/b", "run/b", "same checkpoint"),
+        ("run/b", "a" * 201, "same directory"),
+        ("run/b", "run/" + "a" * 201, "longer than 200"),
+        ("run/" + "b" * 201, "run/a", "longer than 200"),
+        ("run/b", "run/a\\b", "backslash"),
+    ],
+)
+def test_references_that_can_not_work(tmp_path: Path, place: str, reference: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        _save({"w": torch.zeros(3)}, tmp_path / place, tmp_path / reference)
+    assert not (tmp_path / place).exists()
+
+
+@pytest.mark.parametrize("reference", ["", [""], [3], 3.5])
+def test_what_is_no_reference(tmp_path: Path, reference: Any) -> None:
+    with pytest.raises((ConfigurationError, TypeError)):
+        NvcompWriter(tmp_path / "x", reference=reference)
+
+
+def test_a_bucket_is_no_directory() -> None:
+    with pytest.raises(ConfigurationError, match="same directory"):
+        _save({"w": torch.zeros(3)}, "memory://b", "memory://a")  # type: ignore[arg-type]
+
+
+def test_without_its_reference_the_error_names_it(tmp_path: Path) -> None:
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    _save(state, tmp_path / "b", tmp_path / "a")
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(StorageError, match="shares this file with 'a', beside it, and it is not there") as caught:
+        open_checkpoint(tmp_path / "b")["head"][:]
+    assert caught.value.path is not None and re.search(r"/a/__0_0_[0-9a-f]{32}\.distcp$", caught.value.path)
+    found = tools.verify(tmp_path / "b")
+    assert not found.is_sound and "beside it" in found.findings[0].what
+    assert open_checkpoint(tmp_path / "b")["small"][:].shape == (100,), "what it has itself can be read"
+
+
+def test_a_flipped_bit_of_what_is_shared_is_found(tmp_path: Path) -> None:
+    state = {"w": torch.randn(256, 256)}
+    _save(state, tmp_path / "a", ())
+    _save(state, tmp_path / "b", tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    flip(file, 20_000)
+    with pytest.raises(CorruptDataError) as caught:
+        open_checkpoint(tmp_path / "b")["w"][:]
+    assert caught.value.path == str(file)
+    assert [one.file for one in tools.verify(tmp_path / "b").findings] == [f"../a/{file.name}"]
+    with pytest.raises(CorruptDataError):
+        tools.consolidate(tmp_path / "b")
+    assert {path.name for path in (tmp_path / "b").glob("*")} >= {METADATA_NAME}
+    assert not list((tmp_path / "b").glob("*.distcp"))
+
+
+def test_to_save_again_leaves_what_others_share(tmp_path: Path) -> None:
+    state, path = _state(), tmp_path / "a"
+    _save(state, path, ())
+    (old,) = path.glob("*.distcp")
+    _save(state, tmp_path / "b", path)
+    other = {**state, "head": torch.zeros(96, 300)}
+    _save(other, path, None)
+    assert old.exists()
+    assert_loads(tmp_path / "b", state)
+    assert_loads(path, other)
+    _age(path)
+    assert [orphan.name for orphan in tools.clean(path, older_than_seconds=3600.0).orphans] == [], "b needs them"
+    shutil.rmtree(tmp_path / "b")
+    removed = {orphan.name for orphan in tools.clean(path, older_than_seconds=3600.0).orphans}
+    assert removed == {old.name, mark_name("b")}
+    assert not old.exists()
+    assert_loads(path, other)
+
+
+def _age(path: Path) -> None:
+    then = time.time() - 7200.0
+    for file in path.iterdir():
+        os.utime(file, (then, then))
+
+
+def test_a_mark_alone_keeps_files_for_an_hour(tmp_path: Path) -> None:
+    """Its save is about to publish, or has died before it did."""
+    _save(_state(), tmp_path / "a", ())
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    (tmp_path / "a" / mark_name("b")).touch()
+    filesystem = open_filesystem(tmp_path / "a")
+    assert file.name in needed_by_others(filesystem, filesystem.list_files())
+    _age(tmp_path / "a")
+    assert not needed_by_others(filesystem, filesystem.list_files())
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / METADATA_NAME).write_bytes(b"torn")
+    assert file.name in needed_by_others(filesystem, filesystem.list_files()), "it is not known what it names"
+
+
+def test_the_summary_says_what_is_shared(tmp_path: Path) -> None:
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    _save(state, tmp_path / "b", tmp_path / "a")
+    summary = summary_at_end((tmp_path / "b" / METADATA_NAME).read_bytes()[-4096:])
+    assert summary is not None and summary.shares == ("a",)
+    assert summary.sharing_with(()).shares == ()
+    assert summary.sharing_with([f"step-{number}" for number in range(1000)]).shares is None
+    assert summary.sharing_with([f"step-{number}" for number in range(1000)]).to_text() is not None
+
+
+@pytest.mark.parametrize("stage", ["new", "shares"])
+def test_made_whole(tmp_path: Path, stage: str) -> None:
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    if stage == "shares":
+        state["head"] += 1
+        _save(state, tmp_path / "b", tmp_path / "a")
+    path = tmp_path / ("a" if stage == "new" else "b")
+    before = read_current(open_filesystem(path))
+    found = tools.consolidate(path)
+    assert found.shared_with == (() if stage == "new" else ("a",))
+    shutil.rmtree(tmp_path / "a") if stage == "shares" else None
+    after = read_current(open_filesystem(path))
+    assert after.save_id == before.save_id
+    assert_loads(path, state)
+    assert tools.verify(path, full=True).is_sound
+    assert tools.consolidate(path).shards == 0
+    again = tools.inspect(path)
+    assert again.shared == {} and again.file_nbytes == _data_nbytes(path)
+    if stage == "shares":
+        assert not (tmp_path / "a" / mark_name("b")).exists()
+        summary = summary_at_end((path / METADATA_NAME).read_bytes()[-4096:])
+        assert summary is not None and summary.stored_nbytes == _data_nbytes(path) and summary.shares == ()
+        forget_all()
+        assert _save(state, tmp_path / "c", path).by_codec["shared"].records == 3, "hashes are copied too"
+
+
+def test_only_tensors_with_blocks_of_their_own_have_a_hash(tmp_path: Path) -> None:
+    _save(_state(), tmp_path / "a", ())
+    filesystem = open_filesystem(tmp_path / "a")
+    (file,) = read_current(filesystem).files().values()
+    assert file is not None
+    hashes = {record.fqn: record.content_hash for record in read_footer(filesystem, file).records}
+    assert {fqn for fqn, own in hashes.items() if own} == {"base.a", "base.b", "head"}
+    assert hashes["head"] == hash_of(_state()["head"])
+    _save(_state(), tmp_path / "b", None)
+    filesystem = open_filesystem(tmp_path / "b")
+    (file,) = read_current(filesystem).files().values()
+    assert file is not None
+    assert not any(record.content_hash for record in read_footer(filesystem, file).records)
