@@ -27,6 +27,7 @@ class Suite(str, Enum):
     runs = "runs"
     plans = "plans"
     loads = "loads"
+    incremental = "incremental"
     reshard = "reshard"
     scale = "scale"
     s3 = "s3"

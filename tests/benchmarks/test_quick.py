@@ -283,10 +283,16 @@ def _loads(rows: Tables) -> None:
     assert ours["nbytes"] < theirs["nbytes"]
 
 
+def _incremental(rows: Tables) -> None:
+    nbytes = [row["nbytes"].median for row in rows["saves"] if row["way"] != "whole"]
+    assert nbytes[0] < 0.2 and nbytes[0] < nbytes[1] < 0.8 < nbytes[2]
+
+
 CHECKS: dict[str, tuple[Callable[[Tables], None], dict[str, Any]]] = {
     "cpu": (_cpu, {}),
     "plans": (_plans, {}),
     "loads": (_loads, {}),
+    "incremental": (_incremental, {}),
     "overlap": (_overlap, {}),
     "reshard": (_reshard, {}),
     "scale": (_scale, {"parts": ("tensors", "size", "ranks", "planning", "memory")}),

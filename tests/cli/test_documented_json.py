@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TABLE_ROW = re.compile(r"^\| (`[^|]*`) \| ([^|]*) \|", re.MULTILINE)
 SUMS = {"shards", "uncompressed_nbytes", "encoded_nbytes", "ratio"}
 # whose fields are names
-OPEN = {"failed", "versions", "kernels", "by_dtype", "by_codec", "statistics", "value", "steps[].metrics"}
+OPEN = {"shared", "failed", "versions", "kernels", "by_dtype", "by_codec", "statistics", "value", "steps[].metrics"}
 KINDS: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -65,6 +65,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with CheckpointManager(path / "run", every=1) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": torch.zeros(3)}, metrics={"loss": float("nan")})
+    for name, reference in (("a", ()), ("b", path / "shares" / "a"), ("c", path / "shares" / "a")):
+        save({"w": torch.zeros(200, 200)}, path / "shares" / name, no_dist=True, reference=reference)
     (path / "run" / "step-2" / ".removing").mkdir()  # so that step 2 can't be removed
     (path / "step-1" / f"__0_0_{new_id()}.distcp").write_bytes(b"x")  # of a save that died
     make_old(*(path / "step-1").iterdir())
@@ -73,12 +75,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 COMMANDS = {
     "ls": ("ls {}",),
-    "inspect": ("inspect {}/step-1",),
+    "inspect": ("inspect {}/step-1", "inspect {}/shares/c"),
     "cat": ("cat {}/step-1 w[3:5]", "cat {}/step-2 w[7]", "cat {}/step-1 step", "cat {}/step-1 odd.loss"),
     "diff": ("diff {}/step-1 {}/step-2",),
     "convert": ("convert {}/step-1 {}/converted --to dcp",),
     "verify": ("verify {}/step-1", "verify {}/broken"),
     "recover": ("recover {}/lost", "recover {}/step-1"),
+    "consolidate": ("consolidate {}/shares/b",),
     "clean": ("clean {}/step-1 --dry-run", "clean {} --recursive --dry-run"),
     "prune": ("prune {}/run --keep-last 2 --dry-run", "prune {}/run --keep-last 1"),
     "bench": ("bench {} --seconds 0.01 --state 1GB",),

@@ -17,6 +17,7 @@ import torch
 from dcp_nvcomp import CheckpointManager, ConfigurationError, Keep, StorageError, load, save
 from dcp_nvcomp.format.names import mark_name
 from dcp_nvcomp.runs import list_run, pin_step, prune_run, unpin_step
+from dcp_nvcomp.runs.background.stages import DurableStage
 from dcp_nvcomp.runs.own_files import REMOVING
 from dcp_nvcomp.runs.pruning import reasons_of
 from dcp_nvcomp.runs.references import References
@@ -106,29 +107,33 @@ def test_a_run_that_goes_back_shares_with_the_step_that_it_went_back_to(tmp_path
             _assert_loads(step, tmp_path / f"step-{step}")
 
 
-def test_asynchronous_saves_share_with_the_newest_that_is_there(tmp_path: Path, monkeypatch: Any) -> None:
-    """The save before is still on its way; and what is referred to meanwhile is not removed."""
-    free, held = threading.Event(), threading.Event()
-    commit = writer_module.leave_marks
+def test_what_a_save_refers_to_is_not_removed_meanwhile(tmp_path: Path, monkeypatch: Any) -> None:
+    """Step 4 begins while step 3 is on its way, and so it has what step 2 has, which no rule keeps."""
+    staged, pruned = threading.Event(), threading.Event()
+    leave_marks, prune = writer_module.leave_marks, DurableStage.prune
 
     def late(filesystem: Any, directory: str, names: Any) -> None:
-        if directory == "step-3":
-            held.set()
-            assert free.wait(60)
-        commit(filesystem, directory, names)
+        if directory in ("step-3", "step-4"):
+            assert (staged if directory == "step-3" else pruned).wait(60)
+        leave_marks(filesystem, directory, names)
+
+    def told(stage: Any) -> None:
+        prune(stage)
+        if staged.is_set():
+            pruned.set()
 
     monkeypatch.setattr(writer_module, "leave_marks", late)
+    monkeypatch.setattr(DurableStage, "prune", told)
+    other = {"base": torch.randn(200, 500)}
     with _manager(tmp_path, keep=Keep(last=1), asynchronous=True) as manager:
-        manager.save(1, _state(1))
+        manager.save(1, {**_state(1), **other})
         manager.save(2, _state(2))
         manager.wait()
-        manager.save(3, _state(3))
-        assert held.wait(60)
-        saving = manager.save(4, _state(4))  # step 3 is not there
-        free.set()
+        manager.save(3, {**_state(3), **other})
+        saving = manager.save(4, _state(4))
+        staged.set()
         saving.saved.result(60)
-    (shares,) = [shares for step, shares in _shares(tmp_path).items() if step == 4]
-    assert shares in (("step-1",), ("step-2",)) and set(_shares(tmp_path)) == {4, int(shares[0][-1])}
+    assert _shares(tmp_path) == {2: (), 4: ("step-2",)}
     _assert_loads(4, tmp_path / "step-4")
 
 

@@ -283,6 +283,17 @@ def test_to_save_again_leaves_what_others_share(tmp_path: Path) -> None:
     assert_loads(path, other)
 
 
+def test_a_writer_leaves_what_it_shared_when_it_saves_again(tmp_path: Path) -> None:
+    """It knows which files the checkpoint that it replaces has, and those of others are none of them."""
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    writer = NvcompWriter(tmp_path / "b", reference=tmp_path / "a")
+    for _ in range(2):
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        state["base"] = {key: value + 1 for key, value in state["base"].items()}
+    assert_loads(tmp_path / "a", _state())
+
+
 def _age(path: Path) -> None:
     then = time.time() - 7200.0
     for file in path.iterdir():
