@@ -1,8 +1,9 @@
 """`incremental`: ten saves of a training run of which part does not change, whole and with a reference to the last.
 
-Each state is trained between saves: what is not frozen has weights in fp32 and the moments of AdamW, and takes a
-step of it, with noise for gradients. A save with a reference writes what has changed, and hashes all of it to know.
-Seconds are of `dcp_nvcomp.save`, whole and with a reference in turn; the last checkpoint is loaded and compared.
+Each state is trained between saves: what is not frozen takes a step of AdamW, with noise for gradients, and is saved
+with its moments: adapters in bf16, as torchtune trains them, else in fp32. A save with a reference writes what has
+changed, and hashes all of it to know. Seconds are of `dcp_nvcomp.save`, whole and with a reference in turn; the last
+checkpoint is loaded and compared.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ _WAYS = ("whole", "with a reference")
 @dataclass(frozen=True)
 class _Kind:
     name: str
-    frozen: float  # the part of its bytes that is not trained
+    frozen: float  # the part of its bytes that is not trained, in bf16
+    dtype: torch.dtype  # of what is trained, and its moments
     least_saved: float  # bytes of a later save over the first, at most
     most_seconds: float | None  # of a later save over a whole one
 
 
 _KINDS = (
-    _Kind("adapters, 90 % frozen", 0.9, 0.12, 0.4),
-    _Kind("a frozen tower, 40 %", 0.4, 0.7, None),
-    _Kind("all trained", 0.0, 1.01, None),
+    _Kind("adapters, 90 % frozen", 0.9, torch.bfloat16, 0.12, 0.4),
+    _Kind("a frozen tower, 40 %", 0.4, torch.float32, 0.7, None),
+    _Kind("all trained", 0.0, torch.float32, 1.01, None),
 )
 
 
@@ -106,14 +108,14 @@ def _measured(
 
 
 def _state(kind: _Kind, nbytes: int, source: Path | None) -> tuple[State, torch.optim.Optimizer]:
-    """Return a state of frozen bf16 weights and of trained fp32 ones with their moments, and what trains these."""
-    real = build_state(6 * nbytes, source, tensor_nbytes=min(TENSOR_NBYTES, nbytes // 50))
+    """Return a state of frozen weights and of trained ones with their moments, and what trains these."""
+    real = build_state(6 * nbytes, source, tensor_nbytes=min(TENSOR_NBYTES, nbytes // 500))
     weights = iter([tensor for name, tensor in real.items() if component(name) == "model" and tensor.dim() == 2])
     state, trained = State(), list[torch.nn.Parameter]()
     while nbytes_of(state) < kind.frozen * nbytes:
         state[f"frozen.{len(state)}"] = next(weights)
     while nbytes_of(state) + 3 * sum(one.nbytes for one in trained) < nbytes:
-        trained.append(torch.nn.Parameter(next(weights).float()))
+        trained.append(torch.nn.Parameter(next(weights).to(kind.dtype)))
     optimizer = torch.optim.AdamW(trained, lr=1e-4, foreach=False)
     for number in range(3):
         _train(optimizer, -1 - number)
@@ -129,7 +131,7 @@ def _train(optimizer: torch.optim.Optimizer, seed: int) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.grad = noise.mul_(parameter.detach().abs() + 1e-4)
+            parameter.grad = noise.mul_(parameter.detach().abs() + 1e-4).to(parameter.dtype)
     optimizer.step()
 
 

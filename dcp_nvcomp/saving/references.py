@@ -15,7 +15,6 @@ Before `.metadata` is published, marks are left in the directories of what is sh
 
 from __future__ import annotations
 
-import itertools
 import logging
 import posixpath
 import threading
@@ -49,7 +48,7 @@ from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.options import fault_of_name
-from dcp_nvcomp.saving.data_files import WrittenFile, planned_nbytes
+from dcp_nvcomp.saving.data_files import WrittenFile, distribute, planned_nbytes
 from dcp_nvcomp.saving.encode.records import SMALL_NBYTES
 from dcp_nvcomp.saving.encode.sources import block_bytes
 from dcp_nvcomp.saving.rank_save import Resolve
@@ -64,7 +63,7 @@ _DEVICE_PIECE_NBYTES: Final = 16 << 20
 _MOST_DIRECTORY: Final = 200  # characters of its name: the mark of one has to fit into a name too
 _KEPT_CHECKPOINTS: Final = 4
 _LEAST_PART: Final = 0.1  # of a rank's state, so that it shares files of ten others at most
-_AHEAD: Final = 4  # tensors that are resolved for each thread that hashes
+_TOGETHER_NBYTES: Final = 256 << 20
 
 
 class ShardKey(NamedTuple):
@@ -209,10 +208,10 @@ def _hashed(
 ) -> dict[MetadataIndex, tuple[ShardKey, str]]:
     """Return key and hash of each shard that can be shared."""
     found: dict[MetadataIndex, tuple[ShardKey, str]] = {}
-    large = (item for item in items if item.tensor_data is not None and planned_nbytes(item) >= SMALL_NBYTES)
+    large = [item for item in items if item.tensor_data is not None and planned_nbytes(item) >= SMALL_NBYTES]
     with ThreadPoolExecutor(thread_count, "dcp-hash") as pool:
-        while some := list(itertools.islice(large, _AHEAD * thread_count)):
-            hosted: list[tuple[MetadataIndex, ShardKey, torch.Tensor]] = []
+        for some in _batches(large):
+            hosted: list[_Hosted] = []
             for item in some:
                 tensor = resolve(item)
                 key = _key_of(item, tensor)
@@ -222,9 +221,32 @@ def _hashed(
                     hosted.append((item.index, key, tensor))
                 else:  # on this thread, whose stream what was queued for the tensor is on
                     found[item.index] = key, hash_of(tensor)
-            hashes = pool.map(hash_of, [tensor for _, _, tensor in hosted])
-            found.update({index: (key, own) for (index, key, _), own in zip(hosted, hashes, strict=True)})
+            sizes = [tensor.numel() * tensor.element_size() for _, _, tensor in hosted]
+            # some for each thread at once: to hand one over takes as long as to hash a megabyte
+            shares = [[hosted[at] for at in share] for share in distribute(sizes, thread_count)]
+            for hashes in pool.map(_hash_all, shares):
+                found.update(hashes)
     return found
+
+
+_Hosted = tuple[MetadataIndex, ShardKey, torch.Tensor]
+
+
+def _batches(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Yield items, as many at once as are resolved and hashed together: a planner may make tensors when it is asked."""
+    batch, nbytes = list[WriteItem](), 0
+    for item in items:
+        batch.append(item)
+        nbytes += planned_nbytes(item)
+        if nbytes >= _TOGETHER_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _hash_all(hosted: Sequence[_Hosted]) -> dict[MetadataIndex, tuple[ShardKey, str]]:
+    return {index: (key, hash_of(tensor)) for index, key, tensor in hosted}
 
 
 def _key_of(item: WriteItem, tensor: torch.Tensor) -> ShardKey | None:

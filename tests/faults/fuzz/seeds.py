@@ -36,12 +36,14 @@ def _metadata() -> list[bytes]:
     meta = asm.built("StorageMeta", checkpoint_id=path, modules=asm.listed(asm.text("a")))
     items = asm.mapping(asm.text("w"), asm.tensor(), asm.text("o"), asm.built("BytesStorageMetadata"))
     stock = asm.mapping(asm.index(), asm.info(transform_descriptors=asm.listed(asm.text("stream.zstd/1"))))
+    beside = asm.sequence(asm.text("x.distcp"), *map(asm.number, (100, 8, 1)), asm.text("step-1"))
     memo = asm.tensor(asm.size(8), asm.shard(asm.size(0), asm.size(4)), asm.shard(asm.size(4), asm.size(4)))
     return [
         asm.metadata(),
         asm.metadata(planner_data=asm.mapping(asm.text("w"), lists), storage_meta=meta),
         asm.metadata(state_dict_metadata=items),
         asm.metadata(storage_data=stock),
+        asm.metadata(storage_data=asm.mapping(asm.index(), asm.sequence(beside, asm.number(0)))),
         asm.metadata(state_dict_metadata=asm.mapping(asm.text("w"), memo + asm.MEMOIZE), later=asm.get(0)),
         asm.metadata(planner_data=asm.listed(asm.mapping(asm.text("k"), asm.sequence(asm.number(1), b"N\x88")))),
     ]
