@@ -194,7 +194,8 @@ def test_a_save_does_not_share_with_a_step_that_is_being_removed(tmp_path: Path)
 
 
 def test_a_step_whose_reference_is_gone_is_damaged(tmp_path: Path) -> None:
-    with _manager(tmp_path) as manager:
+    """Although it was written down that it is complete."""
+    with _manager(tmp_path, keep=Keep(last=9)) as manager:
         manager.save(1, _state(1))
         manager.save(2, _state(2))
         manager.save(3, {**_state(3), "base": torch.ones(200, 500)})

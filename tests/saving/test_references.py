@@ -283,14 +283,26 @@ def test_to_save_again_leaves_what_others_share(tmp_path: Path) -> None:
     assert_loads(path, other)
 
 
+def test_a_checkpoint_shares_nothing_with_itself(tmp_path: Path, restart: Any) -> None:
+    """Its reference has from it what is the same: that would be lost if it were not written again."""
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    _save(state, tmp_path / "b", tmp_path / "a")
+    restart()
+    assert "shared" not in _save(state, tmp_path / "a", tmp_path / "b").by_codec
+    assert_loads(tmp_path / "a", state)
+    assert_loads(tmp_path / "b", state)
+
+
 def test_a_writer_leaves_what_it_shared_when_it_saves_again(tmp_path: Path) -> None:
     """It knows which files the checkpoint that it replaces has, and those of others are none of them."""
     state = _state()
     _save(state, tmp_path / "a", ())
     writer = NvcompWriter(tmp_path / "b", reference=tmp_path / "a")
-    for _ in range(2):
-        dcp.save(state, storage_writer=writer, no_dist=True)
-        state["base"] = {key: value + 1 for key, value in state["base"].items()}
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    changed = {"base": {key: value + 1 for key, value in state["base"].items()}, "head": state["head"] + 1}
+    dcp.save({**state, **changed}, storage_writer=writer, no_dist=True)
+    assert writer.last_save is not None and "shared" not in writer.last_save.by_codec
     assert_loads(tmp_path / "a", _state())
 
 
