@@ -10,9 +10,9 @@ from reprlib import repr as shown  # short and shallow: what is shown may be lon
 from typing import Any
 
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES, CodecChain, ElementType
+from dcp_nvcomp.engines.content_hash import HASH_DIGITS
 from dcp_nvcomp.errors import UnsupportedVersionError
 from dcp_nvcomp.format.block_grid import BlockGrid
-from dcp_nvcomp.format.content_hash import HASH_DIGITS
 
 KIND_TENSOR = "tensor"
 KIND_BYTES = "bytes"

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp.calls.process_groups import give_back, is_registered, own_groups
 from dcp_nvcomp.calls.ranks import Call, meet
+from dcp_nvcomp.engines.cuda.hashing import DeviceHashes
 from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
 from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
 from dcp_nvcomp.saving.asynchronous.device_copies import CudaMemory, DeviceMemory
@@ -37,6 +38,7 @@ class ProcessState:
         self.plans = KeptPlans()
         self.choices = RememberedChoices()
         self.shards = KnownShards()
+        self.device_hashes = DeviceHashes()
         self.stores = SegmentStores()
         self.shared = SharedSegments()
         self.device_memory: DeviceMemory = CudaMemory()

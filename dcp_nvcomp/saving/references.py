@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.codecs.base import ScratchArrays
+from dcp_nvcomp.engines.content_hash import ContentHash
 from dcp_nvcomp.engines.tensors import (
     dtype_name,
     element_type,
@@ -41,7 +42,6 @@ from dcp_nvcomp.engines.tensors import (
 )
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.block_grid import row_grid
-from dcp_nvcomp.format.content_hash import ContentHash
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.metadata.roots import read_current
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
@@ -154,7 +154,11 @@ def _fault_of_directory(name: str) -> str | None:
 
 
 def compared(
-    items: Sequence[WriteItem], resolve: Resolve, known: Callable[[Sequence[ShardKey]], Shards], thread_count: int
+    items: Sequence[WriteItem],
+    resolve: Resolve,
+    known: Callable[[Sequence[ShardKey]], Shards],
+    thread_count: int,
+    hash_on_device: Callable[[torch.Tensor], str | None],
 ) -> Compared:
     """Hash the shards of a rank, and compare them with those that are known of a reference.
 
@@ -163,8 +167,9 @@ def compared(
         resolve: returns the data of an item.
         known: returns what the reference has of some shards, under names beside the checkpoint to save.
         thread_count: number of threads that hash.
+        hash_on_device: returns the hash of a tensor on a GPU; None if it has to be copied to the host for that.
     """
-    found = _hashed(items, resolve, thread_count)
+    found = _hashed(items, resolve, thread_count, hash_on_device)
     keys = {index: key for index, (key, _) in found.items()}
     there = known(list(keys.values())) if found else {}
     equal = {index for index, (key, own) in found.items() if key in there and there[key].content_hash == own}
@@ -204,7 +209,10 @@ def _worthwhile(
 
 
 def _hashed(
-    items: Sequence[WriteItem], resolve: Resolve, thread_count: int
+    items: Sequence[WriteItem],
+    resolve: Resolve,
+    thread_count: int,
+    hash_on_device: Callable[[torch.Tensor], str | None],
 ) -> dict[MetadataIndex, tuple[ShardKey, str]]:
     """Return key and hash of each shard that can be shared."""
     found: dict[MetadataIndex, tuple[ShardKey, str]] = {}
@@ -220,7 +228,8 @@ def _hashed(
                 if tensor.device.type == "cpu":
                     hosted.append((item.index, key, tensor))
                 else:  # on this thread, whose stream what was queued for the tensor is on
-                    found[item.index] = key, hash_of(tensor)
+                    tensor = without_lazy_bits(tensor)
+                    found[item.index] = key, hash_on_device(tensor) or hash_of(tensor)
             sizes = [tensor.numel() * tensor.element_size() for _, _, tensor in hosted]
             # some for each thread at once: to hand one over takes as long as to hash a megabyte
             shares = [[hosted[at] for at in share] for share in distribute(sizes, thread_count)]

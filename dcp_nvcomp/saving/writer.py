@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -331,7 +332,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                 def known(keys: Sequence[ShardKey]) -> Shards:
                     return known_shards(filesystem, save.place, references, keys, remembered, open_at)
 
-                return compared(plan.items, planner.resolve_data, known, self.options.thread_count)
+                on_device = process_state().device_hashes.hash_of if self.options.engine != "cpu" else _on_the_host
+                return compared(plan.items, planner.resolve_data, known, self.options.thread_count, on_device)
         except BaseException as error:
             if self._saves.staging is not None:
                 self._saves.staging.failed(error)  # now, and not when the other ranks have written their files
@@ -429,6 +431,10 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         except (ConfigurationError, TypeError):
             return False
         return True
+
+
+def _on_the_host(tensor: torch.Tensor) -> None:
+    """Leave the hash of a tensor on a GPU to the host, as all else of it."""
 
 
 def _places_of(reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, kernel_source
+from dcp_nvcomp.engines.cuda.hashing import HASH_NAMES, HASH_OPTIONS, HASH_SOURCES
 from dcp_nvcomp.engines.cuda.literals import LITERALS_KERNELS, LITERALS_OPTIONS, LITERALS_SOURCES
 
 __all__ = ["ARCHITECTURES", "PROGRAMS", "Resources", "compile_to_cubin", "load_nvrtc", "resources_of"]
@@ -31,6 +32,7 @@ ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"
 PROGRAMS = {
     "blocks": (("blocks.cu",), KERNEL_OPTIONS, ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")),
     "literals": (LITERALS_SOURCES, LITERALS_OPTIONS, LITERALS_KERNELS),
+    "hash": (HASH_SOURCES, HASH_OPTIONS, HASH_NAMES),
 }
 
 _ENTRY = re.compile(

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Launch
+from dcp_nvcomp.engines.cuda.hashing import HASH_OPTIONS, HASH_SOURCES
 from dcp_nvcomp.engines.cuda.literals import LITERALS_OPTIONS, LITERALS_SOURCES
 
 from .block_cases import check_blocks
+from .hash_cases import check_hashes
 from .literal_cases import check_literals
 from .memory import SharedMemory
 
@@ -36,4 +38,5 @@ class Module:
 MODULES: Final = (
     Module("blocks", ("blocks.cu",), KERNEL_OPTIONS, check_blocks),
     Module("literals", LITERALS_SOURCES, LITERALS_OPTIONS, check_literals),
+    Module("hash", HASH_SOURCES, HASH_OPTIONS, check_hashes),
 )

@@ -29,6 +29,18 @@ class ContentHash:
         self._pieces, self._piece = xxhash.xxh3_128(), xxhash.xxh3_128()
         self._left_nbytes = PIECE_NBYTES
 
+    @staticmethod
+    def digest_of_piece(piece: memoryview) -> bytes:
+        """Return the digest of one piece: 16 bytes."""
+        found: bytes = xxhash.xxh3_128_digest(piece)
+        return found
+
+    @staticmethod
+    def of_digests(digests: bytes) -> str:
+        """Return the hash of a shard whose pieces have these digests, one after the other."""
+        found: str = xxhash.xxh3_128_hexdigest(digests)
+        return found
+
     def update(self, data: memoryview) -> None:
         """Add bytes; long ones without holding the GIL."""
         start = 0
