@@ -164,6 +164,11 @@ def fault_of_name(name: str) -> str | None:
     return None
 
 
+def is_plain_name(name: str) -> bool:
+    """Return True for the name of a file or directory that leads nowhere else."""
+    return "/" not in name and fault_of_name(name) is None
+
+
 def parent_and_name(path: str) -> tuple[str, str]:
     """Return the directory or URL that a file is in, and its name there."""
     parent, separator, name = path.rpartition("/")

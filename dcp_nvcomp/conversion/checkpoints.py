@@ -45,7 +45,7 @@ from dcp_nvcomp.format.names import (
 from dcp_nvcomp.reading.checkpoint import open_checkpoint
 from dcp_nvcomp.reading.stored_tensor import StoredTensor
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.saving.commit import files_of_current, remove_files
+from dcp_nvcomp.saving.commit import files_of_current, remove_files, remove_unneeded
 from dcp_nvcomp.saving.data_files import planned_nbytes
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.base import Filesystem, storage_errors
@@ -203,7 +203,7 @@ def write_dcp(path: str, planner: ConvertingPlanner, *, overwrite: bool, storage
             if not getattr(error, "outcome_unknown", False):
                 remove_files(filesystem, save.names, "a failed conversion")
             raise
-        remove_files(filesystem, replaced - {METADATA_NAME}, "the replaced checkpoint")
+        remove_unneeded(filesystem, replaced - {METADATA_NAME}, "the replaced checkpoint")
     finally:
         filesystem.close()
 

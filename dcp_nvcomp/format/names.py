@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from dcp_nvcomp.options import fault_of_name
+from dcp_nvcomp.options import is_plain_name
 from dcp_nvcomp.storage.base import BESIDE, is_clock, published_name
 
 DATA_FILE_SUFFIX: Final = ".distcp"
@@ -23,6 +23,8 @@ _COPY_NAME: Final = re.compile(rf"__({_ID})\.metadata")
 _DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}_({_ID})\.distcp")
 _STOCK_DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
+# the mark in the directory of a checkpoint that is being removed (runs/steps.py)
+REMOVING: Final = ".removing"
 _MARK: Final = ".shared."
 _ANY_DATA_NAME: Final = re.compile(rf"__({_NUMBER})_{_NUMBER}(?:_{_ID})?\.distcp")
 
@@ -62,7 +64,7 @@ def mark_name(directory: str) -> str:
 def marking_directory(name: str) -> str | None:
     """Return the directory in a name made by `mark_name`, None for any other name."""
     directory = name.removeprefix(_MARK)
-    return directory if name.startswith(_MARK) and fault_of_name(directory) is None and "/" not in directory else None
+    return directory if name.startswith(_MARK) and is_plain_name(directory) else None
 
 
 def shared_directories(names: Iterable[str]) -> list[str]:

@@ -99,12 +99,14 @@ def _disagreement(root: Root, summary: Summary | None) -> str:
 
 def _lacking(filesystem: Filesystem, root: Root, folder: str, sizes: Mapping[str, int]) -> str:
     """Return what is wrong with the data files; empty if nothing is."""
-    least = _least_sizes(root)
-    for name, file in root.files().items():
-        if name.startswith(BESIDE):
-            nbytes = filesystem.file_nbytes(posixpath.normpath(f"{folder}/{name}") if folder else name)
-        else:
-            nbytes = sizes.get(f"{folder}/{name}" if folder else name)
+    least, files = _least_sizes(root), root.files()
+    places = {name: posixpath.normpath(f"{folder}/{name}") if folder else name for name in files}
+    unlisted = [name for name in files if name.startswith(BESIDE) and places[name] not in sizes]
+    beside = dict(
+        zip(unlisted, filesystem.map(lambda name: filesystem.file_nbytes(places[name]), unlisted), strict=True)
+    )
+    for name, file in files.items():
+        nbytes = beside[name] if name in beside else sizes.get(places[name])
         if nbytes is None:
             return f"The data file {name} is missing."
         if file is not None and nbytes != file.nbytes:

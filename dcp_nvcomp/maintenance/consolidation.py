@@ -22,15 +22,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.calls.tables import Shown, counted
 from dcp_nvcomp.codecs.base import checksum
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError, CorruptDataError
+from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, ConfigurationError, CorruptDataError
 from dcp_nvcomp.format.data_file import DataFileRef, encoded_run, read_footer
 from dcp_nvcomp.format.footer import FileIdentity, Footer
+from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
 from dcp_nvcomp.format.metadata.roots import Root, read_current
 from dcp_nvcomp.format.metadata.shards import StoredAt
 from dcp_nvcomp.format.metadata.shares import remove_marks
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
-from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, data_file_name, shared_directories
+from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, copy_name_of, data_file_name, shared_directories
 from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.maintenance.opening import document, opened
 from dcp_nvcomp.saving.commit import remove_files
@@ -90,6 +91,7 @@ def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, A
         CheckpointNotFoundError: there is no checkpoint.
         ConfigurationError: an option is unknown.
         CorruptDataError: what it shares is damaged; nothing has changed.
+        CheckpointReplacedError: a save has replaced it since, or a run is removing it.
         StorageError: the storage fails, or what it shares is gone; nothing has changed.
 
     Examples:
@@ -117,12 +119,13 @@ def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, A
                 _copied(filesystem, file, records, root, number, file_id, names)
                 for number, (file, records) in enumerate(shared.items())
             ]
-            _publish(filesystem, root, written)
+            data = _publish(filesystem, root, written)
         except BaseException:
             if not _is_published(filesystem, names):
                 remove_files(filesystem, names, "a checkpoint that could not be made whole")
             raise
-        remove_marks(filesystem, posixpath.basename(real_place(path)), directories)
+        if filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) == data:  # else another save has some
+            remove_marks(filesystem, posixpath.basename(real_place(path)), directories)
         return Consolidation(
             filesystem.path,
             tuple(directories),
@@ -198,24 +201,32 @@ def _checked(filesystem: Filesystem, name: str, footer: Footer, first: int, stop
     return data
 
 
-def _publish(filesystem: Filesystem, root: Root, written: Sequence[WrittenFile]) -> None:
+def _publish(filesystem: Filesystem, root: Root, written: Sequence[WrittenFile]) -> bytes:
     places: dict[MetadataIndex, Any] = dict(root.metadata.storage_data or {})
     for file in written:
         places.update({index: StoredAt(file.file, record) for index, _, record in file.items})
     metadata = dataclasses.replace(root.metadata, storage_data=places)
     summary = _summary(root, sum(file.file.nbytes for file in written))
     data = metadata_to_publish(metadata, path=filesystem.location(METADATA_NAME), summary=summary)
+    # another save may have replaced it since, or a run may be removing it
+    now = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
+    if now != root.data or filesystem.file_nbytes(REMOVING) is not None:
+        raise CheckpointReplacedError(
+            "The checkpoint was replaced, or is being removed, while it was made whole: nothing has changed in it.",
+            path=filesystem.path,
+        )
     copy = copy_name_of(root.save_id)
     if copy is not None:
         filesystem.publish(copy, data)
     filesystem.publish(METADATA_NAME, data)
+    return data
 
 
 def _summary(root: Root, more_nbytes: int) -> Summary | None:
     found = summary_at_end(root.data[-SUMMARY_NBYTES:])
     if found is None:
         return None
-    return dataclasses.replace(found, stored_nbytes=found.stored_nbytes + more_nbytes).sharing_with(())
+    return dataclasses.replace(found, stored_nbytes=found.stored_nbytes + more_nbytes).sharing_with((), 0)
 
 
 def _is_published(filesystem: Filesystem, names: Sequence[str]) -> bool:

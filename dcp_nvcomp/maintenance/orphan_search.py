@@ -28,7 +28,7 @@ from dcp_nvcomp.format.names import (
     own_upload,
     save_id_of_copy,
 )
-from dcp_nvcomp.storage.base import FileInfo, Filesystem, UnfinishedUpload
+from dcp_nvcomp.storage.base import BESIDE, FileInfo, Filesystem, UnfinishedUpload
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,8 @@ def look(filesystem: Filesystem, older_than_seconds: float) -> Found:
         recoverable += tuple(root.own_save_id or root.name for root in aside)
     now = filesystem.now_seconds()
     live = set().union(*(root.names() for root in roots))
+    # names are of one file only: made-up metadata may name one of this directory as if it were beside it
+    live |= {name.rpartition("/")[2] for root in roots for name in root.files() if name.startswith(BESIDE)}
     needed = needed_by_others(filesystem, files)
     items = [
         _Item(own, file.name, file.nbytes, math.inf if file.modified_seconds is None else file.modified_seconds)
@@ -200,8 +202,10 @@ def _whole_temporaries(
 
 def _problem(filesystem: Filesystem, roots: Iterable[Root], sizes: Mapping[str, int]) -> CheckpointError | None:
     for root in roots:
+        beside = [name for name in root.files() if name.startswith(BESIDE)]
+        known = {**sizes, **dict(zip(beside, filesystem.map(filesystem.file_nbytes, beside), strict=True))}
         for name, file in root.files().items():
-            nbytes = sizes.get(name)
+            nbytes = known.get(name)
             if nbytes is None or (file is not None and nbytes != file.nbytes):
                 nbytes = filesystem.file_nbytes(name)  # newer than the listing, perhaps
             path = filesystem.location(name)

@@ -43,7 +43,8 @@ MISNAMED: Final = "misnamed"
 _DEFAULT_NAME: Final = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _LARGE_NBYTES: Final = 64 << 20  # of metadata: such are parsed one at a time
 _IN_SUMMARY: Final = (
-    *("stored_nbytes", "uncompressed_nbytes", "ranks", "keys", "save_id", "metrics", "run_seconds", "lease"),
+    *("stored_nbytes", "uncompressed_nbytes", "shared_nbytes", "ranks", "keys", "save_id", "metrics", "run_seconds"),
+    "lease",
 )
 
 
@@ -69,12 +70,12 @@ class Step:
     committed_seconds: float | None = None  # by the clock of the rank that published it; None without a summary
     lease: int = 0  # which of the run's managers saved it, counted by their leases; 0 if the step does not say
     shares: tuple[str, ...] = ()  # the directories beside it whose data files it needs too
+    shared_nbytes: int = 0  # size in memory of what is in these
 
     @property
     def ratio(self) -> float | None:
-        return (
-            self.uncompressed_nbytes / self.stored_nbytes if self.uncompressed_nbytes and self.stored_nbytes else None
-        )
+        nbytes = (self.uncompressed_nbytes or 0) - self.shared_nbytes
+        return nbytes / self.stored_nbytes if nbytes and self.stored_nbytes else None
 
     def to_json(self) -> dict[str, Any]:
         values = {name: value for name, value in vars(self).items() if name not in ("replica_id", "lease")}

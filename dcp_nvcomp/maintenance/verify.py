@@ -8,6 +8,7 @@ have CRCs.
 from __future__ import annotations
 
 import os
+import posixpath
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -22,7 +23,13 @@ from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.rank_metadata import merge_rank_metadata
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_current, read_roots
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
-from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, rank_of_metadata_name
+from dcp_nvcomp.format.names import (
+    METADATA_NAME,
+    copy_name_of,
+    mark_name,
+    rank_of_metadata_name,
+    shared_directories,
+)
 from dcp_nvcomp.loading.items import most_nbytes, read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.maintenance.checks import (
     ERROR,
@@ -44,7 +51,8 @@ from dcp_nvcomp.maintenance.checks import (
 from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.options import check_thread_count
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.base import BESIDE, Filesystem
+from dcp_nvcomp.storage.open import real_place
 from dcp_nvcomp.storage.reread import is_stored, twice
 
 T = TypeVar("T")
@@ -153,6 +161,7 @@ def _verify(
     tally = _Tally(sum(file.nbytes for file in ours) + sum(item.length for item, _ in stock), progress)
     tally.findings += _check_copies(filesystem, roots)
     tally.findings += _check_whole(filesystem, roots)
+    tally.findings += _check_marks(filesystem, roots)
     with ThreadPoolExecutor(threads, "dcp-verify") as pool:
         try:
             checker = BlockChecker(filesystem, full=full)
@@ -249,6 +258,20 @@ def _check_copies(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding
     at = next((at for at, (one, other) in pairs if one != other), min(len(data), len(root.data)))
     what = "It differs from `.metadata` from here on; the two were written with the same bytes, so one is corrupt."
     return [Finding(ERROR, what, copy, (), (at, at + 1))]
+
+
+def _check_marks(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding]:
+    """Check that the checkpoints whose files this one shares have its marks, without which their files may go."""
+    directory = posixpath.basename(real_place(filesystem.path))
+    found = []
+    for shared in shared_directories(name for root in roots for name in root.files()):
+        if filesystem.file_nbytes(f"{BESIDE}{shared}/{mark_name(directory)}") is None:
+            what = (
+                f"It shares files of {shared!r}, which has no mark of {directory!r}: this is a copy, or was renamed, "
+                "and what it needs may be removed. `dcp-nvcomp consolidate` makes it whole."
+            )
+            found.append(Finding(WARNING, what, f"{BESIDE}{shared}"))
+    return found
 
 
 def _check_stock_item(filesystem: Filesystem, full: bool, stored: tuple[StockItem, Expected]) -> Checked:

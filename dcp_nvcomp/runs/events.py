@@ -25,6 +25,7 @@ class StepSaved:
         seconds: from the call of `save` until the step was complete in a tier, by tier.
         uncompressed_nbytes: size of the state in memory; on other ranks than the first of this rank's part.
         stored_nbytes: size of the data files, likewise.
+        shared_nbytes: size in memory of what is in files of earlier steps, likewise.
         copied_nbytes: what this rank received of other nodes' files.
         uploaded_nbytes: what this rank sent from the fast tier to the durable one.
         metrics: of the step.
@@ -36,20 +37,23 @@ class StepSaved:
     seconds: Mapping[TierName, float]
     uncompressed_nbytes: int
     stored_nbytes: int
+    shared_nbytes: int
     copied_nbytes: int
     uploaded_nbytes: int
     metrics: Mapping[str, float]
 
     @property
     def ratio(self) -> float:
-        """`uncompressed_nbytes` over `stored_nbytes`; 1.0 if nothing was saved."""
-        return self.uncompressed_nbytes / self.stored_nbytes if self.stored_nbytes else 1.0
+        """The size in memory of what was written over `stored_nbytes`; 1.0 if nothing was."""
+        return (self.uncompressed_nbytes - self.shared_nbytes) / self.stored_nbytes if self.stored_nbytes else 1.0
 
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier} after {self.seconds[tier]:.2f} s" for tier in self.tiers if tier in self.seconds)
+        written_nbytes = self.uncompressed_nbytes - self.shared_nbytes
+        shared = f" beside {self.shared_nbytes / 1e6:.2f} MB of earlier steps" if self.shared_nbytes else ""
         return (
-            f"step {self.step}: {self.uncompressed_nbytes / 1e6:.2f} MB as {self.stored_nbytes / 1e6:.2f} MB (ratio "
-            f"{self.ratio:.3f}), training waited {self.stall_seconds:.3f} s; {tiers}"
+            f"step {self.step}: {written_nbytes / 1e6:.2f} MB as {self.stored_nbytes / 1e6:.2f} MB (ratio "
+            f"{self.ratio:.3f}){shared}, training waited {self.stall_seconds:.3f} s; {tiers}"
         )
 
 

@@ -176,7 +176,7 @@ class CheckpointManager:
             nodes, self._fast, self._durable, keep, fast_keep, sent, every, emit, self._group, forwarded, on_difference
         )
         self._pipeline = Pipeline(fast_ranks, durable_ranks, self._run, there, self._failures)
-        self._references = References(newest) if incremental else None
+        self._references = References(there) if incremental else None
         self._restoring = Restoring(self._ranks, self._run, self._pipeline, self._progress)
         warm_up(forwarded.writer.get("engine", "auto"))
 

@@ -35,6 +35,7 @@ from dcp_nvcomp.errors import (
     ConfigurationError,
     StorageError,
 )
+from dcp_nvcomp.format.names import REMOVING
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER
 from dcp_nvcomp.options import DEADLINE_OPTION
 from dcp_nvcomp.redaction import without_secrets
@@ -43,7 +44,6 @@ from dcp_nvcomp.storage.open import open_filesystem, real_place
 
 logger = logging.getLogger(__name__)
 
-REMOVING: Final = ".removing"  # the mark in a step's directory (steps.py)
 _PIN_NAME = re.compile(r"pin-(0|[1-9][0-9]{0,17})")
 _KEPT_NAME = "kept"
 _MOST_NBYTES = 64 << 20

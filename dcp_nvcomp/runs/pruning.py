@@ -125,7 +125,7 @@ def prune_run(
         durable.write_seen()
         removed = durable.remove(why, {step: saved.save_id for step, saved in by_step.items()})
         gone, failed = removed.steps, {step: str(error) for step, error in removed.failed.items()}
-        since = dict.fromkeys(why.keys() - set(gone) - failed.keys(), ("pinned or saved again meanwhile",))
+        since = dict.fromkeys(why.keys() - set(gone) - failed.keys(), ("pinned, shared or saved again meanwhile",))
         kept = {**doomed.kept, **since}
     return Pruning(
         without_secrets(durable.root),

@@ -230,6 +230,7 @@ def what_goes(
     abandoned: Collection[SavedStep],
     pinned: Callable[[], Collection[int]],
     shared: Callable[[SavedStep], Collection[int]] = lambda saved: (),
+    needed: Callable[[int], str] = lambda step: "",
 ) -> Doomed:
     """Return what a rule says of complete steps, but for what is pinned, and what steps that stay share.
 
@@ -239,6 +240,7 @@ def what_goes(
         abandoned: steps that the run has left behind.
         pinned: returns the steps that are pinned; called if anything would go.
         shared: returns the steps whose data files a step needs too.
+        needed: returns which checkpoints that are no steps need files of a step that would go; "" if none does.
     """
     kept = reasons_to_keep(rule, complete)
     why = {saved.step: why_not(rule) for saved in complete if saved.step not in kept}
@@ -250,6 +252,9 @@ def what_goes(
     staying = frozenset(pinned()) if why else frozenset()
     for step in staying & why.keys():
         kept[step] = ("pinned",)
+    for step in why.keys() - kept.keys():
+        if others := needed(step):
+            kept[step] = (f"shared by {others}",)
     needs = {saved.step: shared(saved) for saved in (*complete, *abandoned)} if why else {}
     looked = list(kept)
     for step in looked:  # which grows

@@ -14,23 +14,29 @@ import torch
 
 from dcp_nvcomp.calls.values import check_state_dict, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
-from dcp_nvcomp.format.metadata.summary import LEASE, REPLICA, RUN_SECONDS, SHARES, Summary
-from dcp_nvcomp.format.names import METADATA_NAME, shared_directories
+from dcp_nvcomp.format.metadata.summary import LEASE, REPLICA, RUN_SECONDS, SHARED_NBYTES, SHARES, Summary
+from dcp_nvcomp.format.names import METADATA_NAME, REMOVING
 from dcp_nvcomp.options import check_flag
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.agreement import LARGEST_STEP
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
 from dcp_nvcomp.runs.options import check_count
-from dcp_nvcomp.runs.own_files import REMOVING
 from dcp_nvcomp.runs.retention import SavedStep
 from dcp_nvcomp.runs.tiers.fast import TO_UPLOAD
 from dcp_nvcomp.saving.commit import FinishedSave, WrittenSave, commit_checkpoint, data_files, to_publish
 from dcp_nvcomp.saving.stats import SaveStats
-from dcp_nvcomp.storage.base import BESIDE, Filesystem
+from dcp_nvcomp.storage.base import Filesystem
 
 _WORST_SUMMARY = Summary(
     *("0" * 32, 1.0e10 / 3, 10**7, 10**9, 10**18, 10**18, "0" * 32),
-    more={TO_UPLOAD: True, REPLICA: "0" * 32, RUN_SECONDS: 1.0e10 / 3, LEASE: 10**12, SHARES: ["0" * 500]},
+    more={
+        TO_UPLOAD: True,
+        REPLICA: "0" * 32,
+        RUN_SECONDS: 1.0e10 / 3,
+        LEASE: 10**12,
+        SHARES: ["0" * 500],
+        SHARED_NBYTES: 10**18,
+    },
 )
 
 
@@ -109,6 +115,7 @@ class StepSave:
             dict(self._seconds),
             0 if stats is None else stats.uncompressed_nbytes,
             0 if stats is None else stats.stored_nbytes,
+            0 if stats is None else stats.shared_nbytes,
             self._copied_nbytes,
             self._uploaded_nbytes,
             self.metrics,
@@ -151,13 +158,6 @@ class StepPublisher:
     def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
         """Publish a save; raises what `commit_checkpoint` does, and RunInUseError if another manager has the run."""
         self.check_lease()
-        for shared in shared_directories(data_files(save.metadata)):
-            # this save has marked it: whoever removes it sees that, or was seen here
-            if filesystem.file_nbytes(f"{BESIDE}{shared}/{REMOVING}") is not None:
-                raise CheckpointError(
-                    f"{shared!r}, whose files this step was to share, is being removed: save again.",
-                    path=filesystem.path,
-                )
         filesystem.remove([REMOVING])  # of a removal that was cut short: what it left is replaced now
         commit_checkpoint(filesystem, self.named(save))
 

@@ -13,10 +13,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.format.names import METADATA_NAME, is_stock_data_file, own_file, rank_of_metadata_name
+from dcp_nvcomp.format.names import (
+    METADATA_NAME,
+    REMOVING,
+    is_stock_data_file,
+    marking_directory,
+    own_file,
+    rank_of_metadata_name,
+)
 from dcp_nvcomp.maintenance.completeness import Seen, read_seen
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, MISNAMED, Step, steps_below
-from dcp_nvcomp.runs.own_files import REMOVING, Abandoned
+from dcp_nvcomp.runs.own_files import Abandoned
 from dcp_nvcomp.runs.retention import SavedStep
 from dcp_nvcomp.storage.base import Below, Filesystem, published_name
 
@@ -56,6 +63,8 @@ class RunSteps:
     removing: tuple[int, ...]  # those whose removal was begun; they count as gone
     # why directories that have the names of steps are none of the run: they hold other steps
     misnamed: Mapping[int, str] = field(default_factory=dict)
+    # of each step the directories beside it that have marked it: they may need its data files
+    marks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 def list_steps(
@@ -85,7 +94,13 @@ def list_steps(
         for one in found
         if one.state == MISNAMED and (step := names.step_of(one.name)) is not None and step not in removing
     }
-    return RunSteps(complete, left, damaged, tuple(sorted(removing)), misnamed), seen
+    needed: dict[int, tuple[str, ...]] = {}
+    for file in ours:
+        folder, _, name = file.name.rpartition("/")
+        step, directory = names.step_of(folder), marking_directory(name)
+        if step is not None and directory is not None:
+            needed[step] = (*needed.get(step, ()), directory)
+    return RunSteps(complete, left, damaged, tuple(sorted(removing)), misnamed, needed), seen
 
 
 def saved_step(step: int, found: Step) -> SavedStep:

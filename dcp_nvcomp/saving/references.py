@@ -16,6 +16,7 @@ Before `.metadata` is published, marks are left in the directories of what is sh
 from __future__ import annotations
 
 import logging
+import os
 import posixpath
 import threading
 from collections import Counter, OrderedDict
@@ -52,15 +53,14 @@ from dcp_nvcomp.saving.data_files import WrittenFile, distribute, planned_nbytes
 from dcp_nvcomp.saving.encode.records import SMALL_NBYTES
 from dcp_nvcomp.saving.encode.sources import block_bytes
 from dcp_nvcomp.saving.rank_save import Resolve
-from dcp_nvcomp.saving.stats import Totals, component_of
+from dcp_nvcomp.saving.stats import SHARED, Totals, component_of
 from dcp_nvcomp.storage.base import BESIDE, Filesystem
 from dcp_nvcomp.storage.open import real_place
 
 logger = logging.getLogger(__name__)
 
-SHARED: Final = "shared"  # in statistics, where others have the name of a codec
 _DEVICE_PIECE_NBYTES: Final = 16 << 20
-_MOST_DIRECTORY: Final = 200  # characters of its name: the mark of one has to fit into a name too
+_MOST_DIRECTORY_NBYTES: Final = 200  # of its name: the mark of one has to fit into a name, and what becomes that
 _KEPT_CHECKPOINTS: Final = 4
 _LEAST_PART: Final = 0.1  # of a rank's state, so that it shares files of ten others at most
 _TOGETHER_NBYTES: Final = 256 << 20
@@ -101,6 +101,11 @@ class KnownShards:
             self._shards.move_to_end(place)
             while len(self._shards) > _KEPT_CHECKPOINTS:
                 self._shards.popitem(last=False)
+
+    def forget(self, place: str) -> None:
+        """Forget what is there: it is about to be replaced."""
+        with self._lock:
+            self._shards.pop(place, None)
 
     def of(self, place: str) -> Shards | None:
         with self._lock:
@@ -147,8 +152,8 @@ def check_references(place: str, references: Sequence[str]) -> None:
 
 
 def _fault_of_directory(name: str) -> str | None:
-    if len(name) > _MOST_DIRECTORY:
-        return f"the name of its directory is longer than {_MOST_DIRECTORY} characters"
+    if len(os.fsencode(name)) > _MOST_DIRECTORY_NBYTES:
+        return f"the name of its directory is longer than {_MOST_DIRECTORY_NBYTES} bytes"
     fault = fault_of_name(name)
     return None if fault is None else f"the name of its directory can't be one here: {fault}"
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -37,6 +37,7 @@ class Save:
     use_collectives: bool = True
     started_seconds: float = 0.0
     own_files: tuple[str, ...] = ()  # the data files that this rank wrote
+    references: Mapping[str, bytes | None] = field(default_factory=dict)  # the coordinator's, as they were before
 
     def stats(self, totals: Sequence[RankTotals]) -> SaveStats:
         seconds = time.perf_counter() - self.started_seconds

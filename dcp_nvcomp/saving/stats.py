@@ -19,6 +19,7 @@ _ATTRIBUTE = "dcp_nvcomp_save_stats"
 STAGES = ("plan", "encode", "write", "commit")
 TOP_LEVEL = "top level"
 OTHER_COMPONENTS = "others"
+SHARED = "shared"  # where others have the name of a codec: what is in files of other checkpoints
 _MOST_COMPONENTS = 64
 
 
@@ -195,14 +196,20 @@ class SaveStats(Shown):
         return sum(self.file_nbytes.values())
 
     @property
+    def shared_nbytes(self) -> int:
+        """Size in memory of what was not written, because a checkpoint beside this one has it."""
+        return self.by_codec.get(SHARED, Totals()).uncompressed_nbytes
+
+    @property
     def ratio(self) -> float:
-        """`uncompressed_nbytes` over `stored_nbytes`; 1.0 if nothing was saved."""
-        return self.uncompressed_nbytes / self.stored_nbytes if self.uncompressed_nbytes else 1.0
+        """The size in memory of what was written over `stored_nbytes`; 1.0 if nothing was."""
+        nbytes = self.uncompressed_nbytes - self.shared_nbytes
+        return nbytes / self.stored_nbytes if nbytes and self.stored_nbytes else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values. Keys are only ever added; `schema` changes if one must go."""
         values = asdict(self)
-        sums = ("uncompressed_nbytes", "encoded_nbytes", "stored_nbytes", "ratio")
+        sums = ("uncompressed_nbytes", "shared_nbytes", "encoded_nbytes", "stored_nbytes", "ratio")
         return {
             "schema": 1,
             "checkpoint": values.pop("checkpoint_id"),
@@ -236,9 +243,10 @@ class SaveStats(Shown):
         from rich.filesize import decimal
 
         stages = ", ".join(f"{stage} {self.seconds.get(stage, 0.0):.2f} s" for stage in STAGES)
+        shared = f" beside {decimal(self.shared_nbytes)} that it shares" if self.shared_nbytes else ""
         return printable(
-            f"saved {decimal(self.uncompressed_nbytes)} as {decimal(self.stored_nbytes)} "
-            f"(ratio {self.ratio:.3f}) in {self.total_seconds:.2f} s ({stages}) to {self.checkpoint_id}"
+            f"saved {decimal(self.uncompressed_nbytes - self.shared_nbytes)} as {decimal(self.stored_nbytes)} "
+            f"(ratio {self.ratio:.3f}){shared} in {self.total_seconds:.2f} s ({stages}) to {self.checkpoint_id}"
         )
 
 

@@ -29,8 +29,8 @@ from dcp_nvcomp.calls.progress import ProgressBar, report_to
 from dcp_nvcomp.codecs.base import CodecChain
 from dcp_nvcomp.codecs.choose import CodecChooser
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.format.metadata.shares import leave_marks
+from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, ConfigurationError
+from dcp_nvcomp.format.metadata.shares import leave_marks, state_beside
 from dcp_nvcomp.format.names import shared_directories
 from dcp_nvcomp.options import (
     DEADLINE_SECONDS,
@@ -53,6 +53,7 @@ from dcp_nvcomp.saving.commit import (
     commit_rank,
     data_files,
     refuse_existing,
+    remove_files,
 )
 from dcp_nvcomp.saving.plans.differences import check_same_place
 from dcp_nvcomp.saving.plans.planner import KeepingPlanner
@@ -62,7 +63,7 @@ from dcp_nvcomp.saving.references import Compared, ShardKey, Shards, check_refer
 from dcp_nvcomp.saving.save_options import SaveOptions
 from dcp_nvcomp.saving.saves import PreparedWrite, Save, Saves
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats
-from dcp_nvcomp.storage.base import BESIDE
+from dcp_nvcomp.storage.base import BESIDE, Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of, real_place
 
 logger = logging.getLogger(__name__)
@@ -282,6 +283,10 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             if self.is_of_a_run:
                 filesystem.refuse_link()
             filesystem.create_directory()
+            if save.is_coordinator and self.options.references and save.use_collectives:
+                # before any rank looks at them
+                directories = [posixpath.basename(real_place(one)) for one in self.options.references]
+                save.references = {one: state_beside(filesystem, one) for one in directories}
         return dataclasses.replace(plan, storage_data=None if self.is_of_a_run else real_place(save.place))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -323,6 +328,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
     def _compared(self, save: Save, plan: SavePlan, planner: SavePlanner) -> Compared:
         """Compare this rank's part with the reference, if there is any."""
         references = self.options.references
+        process_state().shards.forget(real_place(save.place))
         if references is None or not save.use_collectives:
             return Compared(plan.items)
         try:
@@ -396,9 +402,9 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         metadata.storage_meta = StorageMeta(checkpoint_id=without_secrets(save.path), save_id=save.save_id)
         with contextlib.closing(self.options.open(save.place)) as filesystem, self._saves.published():
             if save.use_collectives:
-                shared = [name for name in data_files(metadata) if name.startswith(BESIDE)]
-                leave_marks(filesystem, posixpath.basename(real_place(save.place)), shared)
-                summary = save.stats(totals).summary(len(totals), metadata).sharing_with(shared_directories(shared))
+                stats = save.stats(totals)
+                shared = self._marked(filesystem, save, metadata)
+                summary = stats.summary(len(totals), metadata).sharing_with(shared, stats.shared_nbytes)
                 last, overwrite = self._saves.last_published, self.options.overwrite
                 self._publisher(
                     filesystem, FinishedSave(metadata, save.save_id, save.own_files, last, overwrite, summary)
@@ -409,6 +415,23 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         stats = save.stats(totals)
         stats.attach_to(metadata)
         self._report(save, stats)
+
+    def _marked(self, filesystem: Filesystem, save: Save, metadata: Metadata) -> list[str]:
+        """Mark the checkpoints whose files this one shares, and return their directories."""
+        names = [name for name in data_files(metadata) if name.startswith(BESIDE)]
+        try:
+            leave_marks(filesystem, posixpath.basename(real_place(save.place)), names)
+            # until the marks were there, what is shared was kept by the reference, if that is what it was
+            for directory, before in save.references.items() if names else ():
+                if before is not None and state_beside(filesystem, directory) != before:
+                    raise CheckpointReplacedError(
+                        f"The reference in {directory!r} was replaced or removed during the save: save again.",
+                        path=filesystem.path,
+                    )
+        except CheckpointError:
+            remove_files(filesystem, save.own_files, "a save that was not published")
+            raise
+        return shared_directories(names)
 
     def _report(self, save: Save, stats: SaveStats) -> None:
         """Report a published save. Nothing here may make it look as if it had failed."""
@@ -438,5 +461,5 @@ def _on_the_host(tensor: torch.Tensor) -> None:
 
 
 def _places_of(reference: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
-    given = [reference] if isinstance(reference, str | os.PathLike) else list(reference)
+    given = list(reference) if isinstance(reference, list | tuple) else [reference]
     return tuple(place_of(check_path(one)) for one in given)

@@ -22,6 +22,7 @@ from dcp_nvcomp.runs.own_files import REMOVING
 from dcp_nvcomp.runs.pruning import reasons_of
 from dcp_nvcomp.runs.references import References
 from dcp_nvcomp.runs.retention import SavedStep, what_goes
+from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.saving import writer as writer_module
 from dcp_nvcomp.saving.process_state import forget_all
 from dcp_nvcomp.tools import clean, consolidate
@@ -145,7 +146,7 @@ def test_prune_keeps_what_is_shared_also_by_what_is_no_step(tmp_path: Path) -> N
     save(_state(8), tmp_path / "best", no_dist=True, reference=tmp_path / "step-1")
     pruned = prune_run(tmp_path, Keep(last=1))
     assert [saved.step for saved in pruned.removed] == [2]
-    assert pruned.kept[1] == ("shared by 3",)
+    assert pruned.kept[1] == ("shared by best",) == prune_run(tmp_path, Keep(last=1), dry_run=True).kept[1]
     consolidate(tmp_path / "step-3")
     assert [saved.step for saved in prune_run(tmp_path, Keep(last=1)).removed] == []
     _assert_loads(8, tmp_path / "best")
@@ -225,6 +226,43 @@ def test_clean_leaves_what_others_need(tmp_path: Path) -> None:
     _assert_loads(2, tmp_path / "step-2")
 
 
+def test_a_chain_goes_at_once(tmp_path: Path) -> None:
+    """Step 3 needs step 2, and step 2 step 1."""
+    state = {key: torch.randn(200, 200) for key in "abc"}
+    with _manager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.save(2, {**state, "b": torch.randn(200, 200)})
+        manager.save(3, {"a": torch.randn(200, 200), "b": torch.randn(200, 200), "c": state["c"]})
+        manager.save(4, {"a": torch.randn(200, 200), "b": torch.randn(200, 200), "c": torch.randn(200, 200)})
+    assert _shares(tmp_path) == {1: (), 2: ("step-1",), 3: ("step-1",), 4: ()}
+    assert [saved.step for saved in prune_run(tmp_path, Keep(last=1)).removed] == [1, 2, 3]
+
+
+def test_a_step_that_is_saved_again_is_not_referred_to_while_it_is(tmp_path: Path, monkeypatch: Any) -> None:
+    free = threading.Event()
+    leave_marks = writer_module.leave_marks
+    late = threading.Event()
+
+    def slow(filesystem: Any, directory: str, names: Any) -> None:
+        if directory == "step-2" and late.is_set():
+            assert free.wait(60)
+        leave_marks(filesystem, directory, names)
+
+    monkeypatch.setattr(writer_module, "leave_marks", slow)
+    with _manager(tmp_path, asynchronous=True) as manager:
+        manager.save(1, _state(1))
+        manager.save(2, {**_state(2), "base": torch.ones(200, 500)})
+        manager.wait()
+        manager.restore(_state(), step=1)
+        late.set()
+        manager.save(2, _state(2))
+        saving = manager.save(3, {**_state(3), "base": torch.ones(200, 500)})  # as the old step 2 has it
+        free.set()
+        saving.saved.result(60)
+    assert _shares(tmp_path) == {1: (), 2: ("step-1",), 3: ()}
+    _assert_loads(2, tmp_path / "step-2")
+
+
 def test_options(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="can't work with a fast tier"):
         _manager(tmp_path, fast=tmp_path / "fast")
@@ -235,12 +273,14 @@ def test_options(tmp_path: Path) -> None:
 
 
 def test_references_are_of_the_last_saves() -> None:
-    found = References(SavedStep(7, 0.0))
+    found = References(RunSteps((SavedStep(7, 0.0),), (), (), ()))
     assert [found.of(step) for step in (8, 9, 10, 10)] == [(7,), (8, 7), (9, 8), (9,)]
     found.go_on_from(3)
     assert found.of(4) == (3,)
+    assert found.of(5) == (3,), "step 4 is saved again: what is there may be what it was before"
+    assert found.of(11) == (4,), "and so is step 5, while step 4 is over"
     found.go_on_from(None)
-    assert found.of(1) == References(None).of(1) == ()
+    assert found.of(1) == References(RunSteps((), (), (), ())).of(1) == ()
 
 
 @pytest.mark.parametrize("keep", [Keep(last=1), Keep(last=1, every=20), Keep(last=3, milestones=(10,))])

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError
 from dcp_nvcomp.format.metadata.roots import is_missing, read_root
-from dcp_nvcomp.format.names import METADATA_NAME, mark_name, marking_directory, shared_directories
+from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES
+from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, mark_name, marking_directory, shared_directories
 from dcp_nvcomp.storage.base import BESIDE, FileInfo, Filesystem
 
 # How long a mark counts whose metadata is not there: it was written right before that.
@@ -26,9 +27,25 @@ _UNPUBLISHED_SECONDS: Final = 3600.0
 
 
 def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) -> None:
-    """Mark the directories of files that a checkpoint, in `directory`, shares."""
+    """Mark the directories of files that a checkpoint, in `directory`, shares.
+
+    Raises:
+        CheckpointReplacedError: one of them is being removed. If that begins later, it finds the mark.
+    """
     for shared in shared_directories(names):
         filesystem.publish(f"{BESIDE}{shared}/{mark_name(directory)}", b"")
+        if filesystem.file_nbytes(f"{BESIDE}{shared}/{REMOVING}") is not None:
+            raise CheckpointReplacedError(
+                f"The checkpoint in {shared!r}, whose files this one was to share, is being removed: save again.",
+                path=filesystem.path,
+            )
+
+
+def state_beside(filesystem: Filesystem, directory: str) -> bytes | None:
+    """Return the end of the metadata of a checkpoint beside, which each save makes anew; None if there is none."""
+    name = f"{BESIDE}{directory}/{METADATA_NAME}"
+    nbytes = filesystem.file_nbytes(name)
+    return None if nbytes is None else filesystem.read(name, max(nbytes - SUMMARY_NBYTES, 0), nbytes)
 
 
 def remove_marks(filesystem: Filesystem, directory: str, shared: Iterable[str]) -> None:

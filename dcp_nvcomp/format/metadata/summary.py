@@ -17,6 +17,7 @@ from typing import Any, Final
 from crc32c import crc32c
 
 from dcp_nvcomp.errors import MetadataError
+from dcp_nvcomp.options import is_plain_name
 
 SUMMARY_ATTRIBUTE: Final = "dcp_nvcomp_summary"
 # As much of the end of a file is read to find a summary; one that would not fit is not written.
@@ -28,6 +29,7 @@ RUN_SECONDS: Final = "run_seconds"
 LEASE: Final = "lease"
 # Among `more`: the directories beside the checkpoint whose files it shares; True if they are too many to say.
 SHARES: Final = "shares"
+SHARED_NBYTES: Final = "shared_nbytes"  # and how much that is in memory
 _MOST_SHARES_NBYTES: Final = 512
 _MOST_SECONDS: Final = 1e12
 _MARK: Final = "DCPNVsum"
@@ -55,11 +57,6 @@ class Summary:
     more: dict[str, Any] = field(default_factory=dict)  # what later versions add
 
     @property
-    def ratio(self) -> float:
-        """`uncompressed_nbytes` over `stored_nbytes`; 1.0 if nothing was saved."""
-        return self.uncompressed_nbytes / self.stored_nbytes if self.uncompressed_nbytes else 1.0
-
-    @property
     def run_seconds(self) -> float | None:
         """How long the run had been under way, without breaks; None if it was not a run's manager that saved it."""
         found = self.more.get(RUN_SECONDS)
@@ -77,14 +74,27 @@ class Summary:
     def shares(self) -> tuple[str, ...] | None:
         """The directories beside the checkpoint whose files it shares; None if only its metadata says."""
         found = self.more.get(SHARES, [])
-        if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        if not isinstance(found, list) or not all(isinstance(one, str) and is_plain_name(one) for one in found):
             return None
         return tuple(found)
 
-    def sharing_with(self, directories: Sequence[str]) -> Summary:
-        """Return the summary of a checkpoint that shares files of these directories."""
-        more = {name: value for name, value in self.more.items() if name != SHARES}
+    @property
+    def shared_nbytes(self) -> int:
+        """Size in memory of what is in files that it shares."""
+        found = self.more.get(SHARED_NBYTES)
+        return found if type(found) is int and 0 < found <= self.uncompressed_nbytes else 0
+
+    @property
+    def ratio(self) -> float:
+        """The size in memory of what was written over `stored_nbytes`; 1.0 if nothing was."""
+        nbytes = self.uncompressed_nbytes - self.shared_nbytes
+        return nbytes / self.stored_nbytes if nbytes and self.stored_nbytes else 1.0
+
+    def sharing_with(self, directories: Sequence[str], nbytes: int) -> Summary:
+        """Return the summary of a checkpoint that shares files of these directories, `nbytes` in memory."""
+        more = {name: value for name, value in self.more.items() if name not in (SHARES, SHARED_NBYTES)}
         if directories:
+            more[SHARED_NBYTES] = nbytes
             more[SHARES] = list(directories)
             if len(json.dumps(more[SHARES])) > _MOST_SHARES_NBYTES:
                 more[SHARES] = True

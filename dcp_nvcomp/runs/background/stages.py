@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
-from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.format.names import METADATA_NAME, REMOVING
 from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.events import ReplicasDiffer, StepsRemoved
 from dcp_nvcomp.runs.options import RunContext
-from dcp_nvcomp.runs.own_files import REMOVING, write_kept
+from dcp_nvcomp.runs.own_files import write_kept
 from dcp_nvcomp.runs.replicas import WrittenPart, compared
 from dcp_nvcomp.runs.retention import Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.step_save import StepSave

@@ -14,12 +14,12 @@ from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.roots import read_root
 from dcp_nvcomp.format.metadata.shares import needed_by_others, remove_marks
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
-from dcp_nvcomp.format.names import METADATA_NAME, shared_directories
+from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, mark_name, marking_directory, shared_directories
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, Step, steps_below
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.lease import Lease
-from dcp_nvcomp.runs.own_files import ID_NAME, REMOVING, is_pinned, pinned_steps, read_abandoned, run_id
+from dcp_nvcomp.runs.own_files import ID_NAME, is_pinned, pinned_steps, read_abandoned, run_id
 from dcp_nvcomp.runs.retention import Doomed, Keep, KeepRule, SavedStep, what_goes
 from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps, remove_step
 from dcp_nvcomp.storage.base import Below, Filesystem
@@ -154,7 +154,11 @@ class DurableTier:
         """Return what a rule keeps of the steps just listed, and what not; opens the newest before others go."""
         complete = sorted(found.complete, key=lambda saved: saved.step)
         while complete:
-            doomed = what_goes(rule, complete, found.abandoned, lambda: pinned_steps(self.open_own()), self._shared)
+            doomed = what_goes(
+                *(rule, complete, found.abandoned, lambda: pinned_steps(self.open_own())),
+                shared=self._shared,
+                needed=lambda step: self._needed(step, found.marks.get(step, ())),
+            )
             if not doomed.why or self._is_complete(complete[-1].step):
                 return doomed
             complete.pop()
@@ -162,6 +166,17 @@ class DurableTier:
 
     def _shared(self, saved: SavedStep) -> Sequence[int]:
         return [step for name in saved.shares if (step := self.names.step_of(name)) is not None]
+
+    def _needed(self, step: int, marks: Sequence[str]) -> str:
+        """Return which of the directories that have left marks in a step, and are no steps, need files of it."""
+        others = {mark_name(name): name for name in marks if self.names.step_of(name) is None}
+        if not others:
+            return ""
+        with contextlib.closing(self.open(step)) as filesystem:
+            files = filesystem.list_files()
+            theirs = [file for file in files if marking_directory(file.name) is None or file.name in others]
+            needed = needed_by_others(filesystem, theirs)
+        return ", ".join(sorted(name for mark, name in others.items() if mark in needed))
 
     def _is_complete(self, step: int) -> bool:
         try:
@@ -175,13 +190,14 @@ class DurableTier:
     def remove(self, why: Mapping[int, str], listed: Mapping[int, str] | None = None) -> Removed:
         """Remove steps; `listed` has the saves that they were when it was decided.
 
-        Those that others need stay, and are looked at once more when the others are gone.
+        Those that others need stay, and are looked at again when some of the others are gone.
         """
         gone: Sequence[int] = []
         failed: dict[int, CheckpointError] = {}
         waiting: Sequence[int] = sorted(why)
-        for _ in range(2):
-            order, waiting = waiting, []
+        before = -1
+        while waiting and len(gone) > before:
+            order, waiting, before = waiting, [], len(gone)
             for step in order:
                 with self._lock:
                     if self._busy[step]:
@@ -213,7 +229,8 @@ class DurableTier:
 
         if not remove_step(filesystem, is_wanted):
             return False
-        remove_marks(filesystem, self.names.name_of(step), shares)
+        if filesystem.file_nbytes(METADATA_NAME) is None:  # else it was saved again meanwhile
+            remove_marks(filesystem, self.names.name_of(step), shares)
         return True
 
 
