@@ -23,6 +23,7 @@ from dcp_nvcomp.runs.pruning import reasons_of
 from dcp_nvcomp.runs.references import References
 from dcp_nvcomp.runs.retention import SavedStep, what_goes
 from dcp_nvcomp.runs.steps import RunSteps
+from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.saving import writer as writer_module
 from dcp_nvcomp.saving.process_state import forget_all
 from dcp_nvcomp.tools import clean, consolidate
@@ -159,6 +160,17 @@ def test_prune_keeps_what_is_shared_also_by_what_is_no_step(tmp_path: Path) -> N
 def _age_marks(path: Path) -> None:
     for mark in path.glob(".shared.*"):
         os.utime(mark, (time.time() - 7200, time.time() - 7200))
+
+
+def test_a_step_that_is_needed_since_it_was_listed_stays(tmp_path: Path, monkeypatch: Any) -> None:
+    with _manager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, {**_state(step), "base": torch.full((200, 500), float(step))})
+    save({**_state(8), "base": torch.ones(200, 500)}, tmp_path / "best", no_dist=True, reference=tmp_path / "step-1")
+    monkeypatch.setattr(DurableTier, "_needed", lambda tier, step, marks: "")
+    pruned = prune_run(tmp_path, Keep(last=1))
+    assert pruned.removed == () and "shared" in pruned.kept[1][0]
+    assert not (tmp_path / "step-1" / REMOVING).exists()
 
 
 def test_prune_removes_a_step_and_what_it_shares_at_once(tmp_path: Path) -> None:

@@ -328,14 +328,14 @@ def test_all_of_a_state_is_shared(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert_loads(tmp_path / "b", state)
 
 
-def test_a_conversion_leaves_what_others_share(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["dcp-nvcomp", "dcp"])
+def test_a_conversion_leaves_what_others_share(tmp_path: Path, to: Any) -> None:
     state = _state()
     _save(state, tmp_path / "a", ())
     _save(state, tmp_path / "b", tmp_path / "a")
     _save({"x": torch.zeros(3)}, tmp_path / "other", None)
-    for to in ("dcp-nvcomp", "dcp"):
-        convert(tmp_path / "other", tmp_path / "a", to=to, overwrite=True)  # type: ignore[arg-type]
-        assert_loads(tmp_path / "b", state)
+    convert(tmp_path / "other", tmp_path / "a", to=to, overwrite=True)
+    assert_loads(tmp_path / "b", state)
 
 
 def test_a_checkpoint_that_is_being_removed_is_not_shared(tmp_path: Path) -> None:
