@@ -170,6 +170,7 @@ class Codec(ABC):
     """A codec as a footer describes it."""
 
     name: ClassVar[str]  # its name in a footer, a promise: what it once decoded, it always will
+    feature: ClassVar[str | None] = None  # an addition to the format that files with it name, for older readers
 
     @abstractmethod
     def configuration(self) -> dict[str, Any]:
