@@ -198,7 +198,8 @@ class ArrayToBytes(Codec):
     def layout(self, nbytes: int, flags: int, has_coder: bool) -> tuple[Plane, ...]:
         """Return the planes of a block of `nbytes` decoded bytes with these `flags`, in stored order.
 
-        Flags make no plane longer, and leave coded planes as they are.
+        Flags that `split` returns make no plane longer, and leave coded planes as they are. Those of a file may say
+        anything that `check_flags` allows; a plane that they make longer than it can be is refused by `merge`.
         """
 
     @abstractmethod

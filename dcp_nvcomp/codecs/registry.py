@@ -1,10 +1,9 @@
 """All codecs by name, the way from a footer's description to a codec chain, and what is compiled for a whole chain.
 
-`PlanesLiterals` codes whole blocks of `planes` or `rowcol` with `zstd` of literals, the chains of trained floats, without
-the GIL.
-The bytes are those that the engine makes in steps; what is declined here, it does in steps. Several blocks that lie
-beside each other in a matrix are coded at once: memory is read and written in longer runs then, and a call costs as
-much for one block as for all of them.
+`PlanesLiterals` codes whole blocks of `planes` or `rowcol` with `zstd` of literals, the chains of trained floats,
+without the GIL. The bytes are those that the engine makes in steps; what is declined here, it does in steps. Several
+blocks that lie beside each other in a matrix are coded at once: memory is read and written in longer runs then, and a
+call costs as much for one block as for all of them.
 """
 
 from __future__ import annotations

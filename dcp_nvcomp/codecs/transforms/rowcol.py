@@ -101,6 +101,11 @@ class RowCol(ArrayToBytes):
     def fits(self, element: ElementType) -> bool:
         return _ELEMENTS.get(element.name) == self.float_nbytes
 
+    @staticmethod
+    def predicts(element: ElementType, columns: int) -> bool:
+        """Return True if there is a codec of this kind for such elements, in rows of so many."""
+        return element.name in _ELEMENTS and _is_columns(columns)
+
     def split(self, block: U8, planes: Sequence[U8]) -> int:
         *low, rest, exponent = planes
         signs = planes_kernels.split_floats(block, self.float_nbytes, low[0] if low else None, rest, exponent)

@@ -67,7 +67,7 @@ def predict_planes(rest: U8, exponent: U8, columns: int, seen: int) -> int:
     parts.append(halves[0] | halves[1] << 4)
     np.concatenate(parts, out=rest[:nbytes])
     exponent[:] = symbols
-    return flags | escaped.size << ESCAPES_SHIFT
+    return flags | int(escaped.size) << ESCAPES_SHIFT
 
 
 def restore_planes(packed: U8, symbols: U8, rest: U8, exponent: U8, columns: int, flags: int) -> bool:
