@@ -16,9 +16,11 @@ enum {
     VALUE_SYMBOLS = 128,      /* of which 0 stands for an escape */
     MAX_ROWS = 0xFFFF,    /* of a block that is predicted: so sums fit */
     MAX_COLUMNS = 1 << 20,
-    JUDGED = 2048,      /* floats of a block by which it is judged whether prediction pays */
+    SUMMED_WORDS = 128, /* at a time: as many pairs of bytes fit into 16 bits */
+    SUMMED_ROWS = 32,    /* at a time: as many values fit into 16 bits */
+    JUDGED = 1024,      /* floats of a block by which it is judged whether prediction pays */
     LOG_SCALE = 256,    /* of logarithms */
-    WORTHWHILE = 8,     /* what it has to gain for each float, in bits of that scale */
+    WORTHWHILE = 16,    /* what it has to gain for each float, in bits of that scale */
 };
 
 /* A block as its codec sees it. */
@@ -41,27 +43,56 @@ static size_t row_length(Matrix m, size_t row) {
     return left < m.columns ? left : m.columns;
 }
 
+/* What is predicted of a float: its exponent, and three bits of its mantissa. */
+static uint16_t value_of(uint8_t rest, uint8_t exponent) { return (uint16_t)(exponent << 3 | (rest >> 4 & 7)); }
+
 /* ---- prediction -------------------------------------------------------------------------------------------------- */
 
-/* Of a row: its sum, and with `sums`, those of the columns. */
+/* The sum of the bytes of words, at most SUMMED_WORDS, each byte masked after a shift: of pairs of them, side by side. */
 VECTORS
-static uint32_t sum_values(const uint8_t *restrict rest, const uint8_t *restrict exponent, uint32_t *restrict sums,
-                           ptrdiff_t count) {
-    uint32_t sum = 0;
+static uint32_t sum_words(const uint8_t *words, int shift, uint64_t mask, ptrdiff_t count) {
+    const uint64_t even = 0x00FF00FF00FF00FF;
+    uint64_t sums = 0;
     for (ptrdiff_t i = 0; i < count; i++) {
-        uint32_t value = (uint32_t)exponent[i] << 3 | (rest[i] >> 4 & 7);
-        sum += value;
-        sums[i] += value;
+        uint64_t word;
+        memcpy(&word, words + 8 * i, 8);
+        word = word >> shift & mask;
+        sums += (word & even) + (word >> 8 & even);
     }
+    return (uint32_t)((sums & 0xFFFF) + (sums >> 16 & 0xFFFF) + (sums >> 32 & 0xFFFF) + (sums >> 48));
+}
+
+/* The sum of the values of a row. */
+static uint32_t sum_row(const uint8_t *rest, const uint8_t *exponent, size_t count) {
+    uint32_t sum = 0;
+    size_t at = 0;
+    for (size_t words; (words = (count - at) / 8) > 0; at += 8 * words) {
+        words = words < SUMMED_WORDS ? words : SUMMED_WORDS;
+        sum += sum_words(exponent + at, 0, UINT64_MAX, (ptrdiff_t)words) << 3;
+        sum += sum_words(rest + at, 4, 0x0707070707070707, (ptrdiff_t)words);
+    }
+    for (; at < count; at++)
+        sum += value_of(rest[at], exponent[at]);
     return sum;
+}
+
+/* Adds some rows, at most SUMMED_ROWS, to the sums of columns: halves of words are enough for so many. */
+VECTORS
+static void sum_columns(const uint8_t *restrict rest, const uint8_t *restrict exponent, size_t columns, size_t rows,
+                        uint16_t *restrict some, uint32_t *restrict sums) {
+    memset(some, 0, columns * sizeof *some);
+    for (size_t row = 0; row < rows; row++, rest += columns, exponent += columns)
+        for (size_t i = 0; i < columns; i++)
+            some[i] = (uint16_t)(some[i] + value_of(rest[i], exponent[i]));
+    for (size_t i = 0; i < columns; i++)
+        sums[i] += some[i];
 }
 
 VECTORS
 static void symbols_of(const uint8_t *restrict rest, const uint8_t *restrict exponent, const int16_t *restrict column,
                        int16_t row, uint8_t *restrict symbols, ptrdiff_t count) {
     for (ptrdiff_t i = 0; i < count; i++) {
-        int16_t value = (int16_t)(exponent[i] << 3 | (rest[i] >> 4 & 7));
-        int16_t symbol = (int16_t)(value - row - column[i] + MIDDLE);
+        int16_t symbol = (int16_t)(value_of(rest[i], exponent[i]) - row - column[i] + MIDDLE);
         symbols[i] = (uint16_t)(symbol - 1) < VALUE_SYMBOLS - 1 ? (uint8_t)symbol : 0;
     }
 }
@@ -69,14 +100,19 @@ static void symbols_of(const uint8_t *restrict rest, const uint8_t *restrict exp
 /* What the floats' rows and columns predict: rows of their mean, columns of what their mean is beside that. */
 static void find_vectors(Matrix m, const uint8_t *rest, const uint8_t *exponent, uint16_t *row, int16_t *column,
                          uint32_t *sums) {
+    uint16_t *some = (uint16_t *)column; /* whose place is free until then */
     size_t whole = m.count / m.columns;
     uint32_t total = 0;
     memset(sums, 0, m.columns * sizeof *sums);
     for (size_t number = 0; number < whole; number++) {
         size_t at = number * m.columns;
-        uint32_t sum = sum_values(rest + at, exponent + at, sums, (ptrdiff_t)m.columns);
+        uint32_t sum = sum_row(rest + at, exponent + at, m.columns);
         row[number] = (uint16_t)((2 * (uint64_t)sum + m.columns) / (2 * m.columns));
         total += row[number];
+        if (number % SUMMED_ROWS == 0) {
+            size_t rows = whole - number < SUMMED_ROWS ? whole - number : SUMMED_ROWS;
+            sum_columns(rest + at, exponent + at, m.columns, rows, some, sums);
+        }
     }
     /* all are moved up, so that nothing is negative where it is divided */
     uint32_t twice = 2 * (uint32_t)whole, up = twice * 2048 + (uint32_t)whole;
@@ -86,7 +122,7 @@ static void find_vectors(Matrix m, const uint8_t *rest, const uint8_t *exponent,
     }
     if (whole < m.rows) {
         size_t at = whole * m.columns, left = m.count - at;
-        uint32_t sum = sum_values(rest + at, exponent + at, sums, (ptrdiff_t)left);
+        uint32_t sum = sum_row(rest + at, exponent + at, left);
         row[whole] = (uint16_t)((2 * (uint64_t)sum + left) / (2 * left));
     }
 }
@@ -136,15 +172,15 @@ static void part_nibbles(const uint8_t *restrict joined, uint8_t *restrict low, 
 }
 
 VECTORS
-static void add_signs(const uint8_t *restrict rest, uint8_t *restrict signs, int bit, ptrdiff_t count) {
+static void add_signs(const uint8_t *restrict rest, uint8_t *restrict signs, uint8_t bit, ptrdiff_t count) {
     for (ptrdiff_t i = 0; i < count; i++)
-        signs[i] |= (uint8_t)(rest[i] >> 7 << bit);
+        signs[i] |= rest[i] & 0x80 ? bit : 0;
 }
 
 VECTORS
-static void take_signs(const uint8_t *restrict signs, uint8_t *restrict rest, int bit, ptrdiff_t count) {
+static void take_signs(const uint8_t *restrict signs, uint8_t *restrict rest, uint8_t bit, ptrdiff_t count) {
     for (ptrdiff_t i = 0; i < count; i++)
-        rest[i] |= (uint8_t)((signs[i] >> bit & 1) << 7);
+        rest[i] |= signs[i] & bit ? 0x80 : 0;
 }
 
 /* Writes the values of the floats whose symbol is zero. */
@@ -153,23 +189,19 @@ static uint8_t *put_escapes(Matrix m, const uint8_t *rest, const uint8_t *expone
     const uint8_t *end = symbols + m.count;
     for (const uint8_t *at = symbols; (at = memchr(at, 0, (size_t)(end - at))); at++) {
         size_t place = (size_t)(at - symbols);
-        uint16_t value = (uint16_t)(exponent[place] << 3 | (rest[place] >> 4 & 7));
+        uint16_t value = value_of(rest[place], exponent[place]);
         memcpy(out, &value, 2);
         out += 2;
     }
     return out;
 }
 
-VECTORS
-static size_t zeros_of(const uint8_t *symbols, ptrdiff_t count) {
+/* The number of zeros, at most one more than `most`: there are few. */
+static size_t zeros_of(const uint8_t *symbols, size_t count, size_t most) {
     size_t zeros = 0;
-    for (ptrdiff_t start = 0, stop; start < count; start = stop) {
-        stop = count - start < 255 ? count : start + 255;
-        uint8_t some = 0;
-        for (ptrdiff_t i = start; i < stop; i++)
-            some = (uint8_t)(some + (symbols[i] == 0));
-        zeros += some;
-    }
+    const uint8_t *end = symbols + count;
+    for (const uint8_t *at = symbols; zeros <= most && (at = memchr(at, 0, (size_t)(end - at))); at++)
+        zeros++;
     return zeros;
 }
 
@@ -202,8 +234,8 @@ static uint32_t predict(Matrix m, uint8_t *rest, uint8_t *exponent, int seen, ui
         symbols_of(rest + start, exponent + start, column, (int16_t)row[number], symbols + start,
                    (ptrdiff_t)row_length(m, number));
     }
-    uint64_t escapes = zeros_of(symbols, (ptrdiff_t)m.count);
-    if (predicted_nbytes(m, flags) + 2 * escapes > m.count ||
+    size_t most = (size_t)(m.count - predicted_nbytes(m, flags)) / 2, escapes = zeros_of(symbols, m.count, most);
+    if (escapes > most ||
         !pays(m, exponent, symbols, 2 * (uint64_t)m.rows + m.columns + 2 * escapes))
         return 0;
     flags |= (uint32_t)escapes << ESCAPES_SHIFT;
@@ -217,7 +249,7 @@ static uint32_t predict(Matrix m, uint8_t *rest, uint8_t *exponent, int seen, ui
         size_t eighth = (m.count + 7) / 8;
         memset(at, 0, eighth);
         for (size_t bit = 0, start = 0; start < m.count; bit++, start += eighth)
-            add_signs(rest + start, at, (int)bit, (ptrdiff_t)(m.count - start < eighth ? m.count - start : eighth));
+            add_signs(rest + start, at, (uint8_t)(1 << bit), (ptrdiff_t)(m.count - start < eighth ? m.count - start : eighth));
         at += eighth;
     }
     size_t half = (m.count + 1) / 2;
@@ -247,7 +279,7 @@ static int restore(Matrix m, uint32_t flags, const uint8_t *packed, const uint8_
     size_t escapes = flags >> ESCAPES_SHIFT, half = (m.count + 1) / 2;
     const uint8_t *row = packed, *column = row + 2 * m.rows, *escape = column + m.columns;
     const uint8_t *signs = escape + 2 * escapes, *nibbles = packed + predicted_nbytes(m, flags) - half;
-    if (zeros_of(symbols, (ptrdiff_t)m.count) != escapes)
+    if (zeros_of(symbols, m.count, escapes) != escapes)
         return 0;
     uint8_t sign = flags & FLAG_NEGATIVE ? 0x80 : 0;
     part_nibbles(nibbles, rest, rest + half, sign, (ptrdiff_t)(m.count - half));
@@ -256,7 +288,7 @@ static int restore(Matrix m, uint32_t flags, const uint8_t *packed, const uint8_
     if (!(flags & FLAG_PACKED_REST)) {
         size_t eighth = (m.count + 7) / 8;
         for (size_t bit = 0, start = 0; start < m.count; bit++, start += eighth)
-            take_signs(signs, rest + start, (int)bit, (ptrdiff_t)(m.count - start < eighth ? m.count - start : eighth));
+            take_signs(signs, rest + start, (uint8_t)(1 << bit), (ptrdiff_t)(m.count - start < eighth ? m.count - start : eighth));
     }
     for (size_t number = 0; number < m.rows; number++) {
         uint16_t predicted;

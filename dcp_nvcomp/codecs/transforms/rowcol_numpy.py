@@ -20,9 +20,9 @@ _SAME_SIGN, _NEGATIVE = 1, 2
 _FLAGS_OF_SEEN = {1: _SAME_SIGN, 2: _SAME_SIGN | _NEGATIVE}
 _MIDDLE, _SYMBOLS, _VALUES = 64, 128, 2048
 _MAX_ROWS = 0xFFFF  # of a block that is predicted
-_JUDGED = 2048  # floats of a block by which it is judged whether prediction pays
+_JUDGED = 1024  # floats of a block by which it is judged whether prediction pays
 _LOG_SCALE = 256
-_WORTHWHILE = 8  # what it has to gain for each float, in bits of that scale
+_WORTHWHILE = 16  # what it has to gain for each float, in bits of that scale
 
 
 def predicted_nbytes(count: int, columns: int, flags: int) -> int:
