@@ -389,16 +389,16 @@ static PyObject *encode_rows(PyObject *module, PyObject *args) {
         size_t longest = call.floats < call.job.slice_nbytes ? call.floats : call.job.slice_nbytes;
         Work *work = malloc(sizeof *work);
         uint8_t *exponents = malloc(call.floats + 1), *frame = malloc(frame_room(longest));
-        uint8_t *room = malloc(call.job.columns ? predict_room(call.longest, call.job.columns) : 1);
-        if (work && exponents && frame && room) {
+        uint8_t *predicting = malloc(call.job.columns ? predict_room(call.longest, call.job.columns) : 1);
+        if (work && exponents && frame && predicting) {
             Py_BEGIN_ALLOW_THREADS
-            encode_job(&call.job, call.out.buf, exponents, frame, room, work);
+            encode_job(&call.job, call.out.buf, exponents, frame, predicting, work);
             Py_END_ALLOW_THREADS
             found = encoded_blocks(&call.job, call.out.buf);
         } else {
             no_memory();
         }
-        free(room);
+        free(predicting);
         free(frame);
         free(exponents);
         free(work);

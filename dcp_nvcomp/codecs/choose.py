@@ -12,8 +12,8 @@ judge   slices, cut and coded as those of the record will be, by every chain tha
         more than one slice, as it never will in a block.
 
 The smallest wins, unless it is a search for matches that gains less than a hundredth: it takes three times as long as
-coding literals. Where planes win, and the floats are rows and columns, prediction is tried too. Of what is nothing but repetition, as zeros are, whole floats win if they are about as small: splitting
-them would take longer than all else.
+coding literals. Where planes win, and the floats are rows and columns, prediction is tried too. Of what is nothing but
+repetition, as zeros are, whole floats win if they are about as small: splitting them would take longer than all else.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ static int restore(Matrix m, uint32_t flags, const uint8_t *packed, const uint8_
     const uint8_t *signs = escape + 2 * escapes, *nibbles = packed + predicted_nbytes(m, flags) - half;
     if (zeros_of(symbols, m.count, escapes) != escapes)
         return 0;
-    uint8_t sign = flags & FLAG_NEGATIVE ? 0x80 : 0;
+    uint8_t sign = (uint8_t)(flags & FLAG_NEGATIVE ? 0x80 : 0);
     part_nibbles(nibbles, rest, rest + half, sign, (ptrdiff_t)(m.count - half));
     if (m.count % 2)
         rest[half - 1] = (uint8_t)((nibbles[half - 1] & 15) | sign);
