@@ -71,9 +71,9 @@ def unpack_rest(packed, n, negative):  # eight floats in seven bytes -> a byte p
     return np.concatenate([packed[: 7 * m], spread, packed[7 * m :]]) & 0x7F | np.uint8(negative << 7)
 
 
-def unpredict(planes, columns, parts, flags, n):  # `rest` and `exponent` of rowcol -> those of planes
+def unpredict(planes, columns, sizes, flags, n):  # `rest` and `exponent` of rowcol -> those of planes
     symbols, where = planes["exponent"].astype(int), np.arange(n)
-    row, column, escaped, signs, nibbles = np.split(planes["rest"], np.cumsum(parts)[:-1])
+    row, column, escaped, signs, nibbles = np.split(planes["rest"], np.cumsum(sizes)[:-1])
     check((symbols == 0).sum() == flags >> 8, "escapes")
     row, column = row.copy().view("<u2")[where // columns].astype(int), column.view("i1")[where % columns]
     values = (symbols - 64 + row + column) % 2048
@@ -106,8 +106,8 @@ def decode_block(block, flags, nbytes, chain, slice_rows):
         lengths = {"low": n * (w - 2), "rest": n - n // 8 * (flags & 1), "exponent": n}
         if predicted:
             columns = configuration["columns"]
-            parts = [2 * -(-n // columns), columns, flags >> 8 << 1, 0 if flags & 1 else -(-n // 8), -(-n // 2)]
-            lengths["rest"] = sum(parts)
+            sizes = [2 * -(-n // columns), columns, flags >> 8 << 1, 0 if flags & 1 else -(-n // 8), -(-n // 2)]
+            lengths["rest"] = sum(sizes)
             check(lengths["rest"] <= n, "rest")
     position, planes = 0, {}
     for name, length in lengths.items():
@@ -127,7 +127,7 @@ def decode_block(block, flags, nbytes, chain, slice_rows):
     if "data" in planes:
         return planes["data"]
     if predicted:
-        planes = unpredict(planes, columns, parts, flags, n)
+        planes = unpredict(planes, columns, sizes, flags, n)
     elif flags & 1:
         planes["rest"] = unpack_rest(planes["rest"], n, flags >> 1)
     return join_planes(planes, w, n)
