@@ -102,7 +102,8 @@ def trained(model: str, seed: int, steps: int) -> dict[str, dict[str, Tensor]]:
     """
     torch.manual_seed(seed)
     network, batches = MODELS[model](torch.Generator().manual_seed(seed))
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    betas = (0.9, 0.95) if model.startswith("GPT") else (0.9, 0.999)  # as such models are usually trained
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, betas=betas, weight_decay=0.1)
     for _ in range(steps):
         x, y = next(batches)
         loss = functional.cross_entropy(network(x), y)

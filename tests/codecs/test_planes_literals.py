@@ -16,6 +16,7 @@ from dcp_nvcomp.codecs import CodecChain, Planes, RowCol, Zstd
 from dcp_nvcomp.codecs import registry as module
 from dcp_nvcomp.codecs.base import U8, BlockRow, EncodedBlock
 from dcp_nvcomp.codecs.registry import PlanesLiterals, planes_literals
+from dcp_nvcomp.codecs.transforms.rowcol_numpy import ESCAPES_SHIFT, PREDICTED, predicted_nbytes
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CorruptDataError
 from tests.effort import THOROUGH, examples
@@ -242,6 +243,13 @@ def forged(random: np.random.Generator, block: EncodedBlock) -> tuple[bytes, int
     return bytes(data), flags, tuple(sizes), sum_of_data, row.uncompressed_crc
 
 
+def all_escaped(width: int) -> tuple[bytes, int, tuple[int, ...], int, int]:
+    """A predicted block of 1024 floats in rows of 16, all with the symbol zero, of which its flags say one."""
+    flags = PREDICTED | 1 | 1 << ESCAPES_SHIFT
+    nbytes = 1024 * (width - 2) + -(-predicted_nbytes(1024, 16, flags) // 16) * 16 + 1024
+    return bytes(nbytes), flags, (1024,), crc32c(bytes(nbytes)), 0
+
+
 SANITIZED = """
 import numpy as np
 made, forged = [], []
@@ -307,6 +315,7 @@ def test_under_sanitizers(sanitized_planes_literals: Path, tmp_path: Path) -> No
             forgeries.append(
                 ([forged(random, block) for block in expected[-1]], widths, height, width, slice_nbytes, predicted)
             )
+    forgeries += [([all_escaped(width)], (1024 * width,), 1, width, 1024, 16) for width in (2, 4)]
     (tmp_path / "cases").write_bytes(pickle.dumps(cases))
     (tmp_path / "forgeries").write_bytes(pickle.dumps(forgeries))
     paths = [tmp_path / name for name in ("cases", "forgeries", "made")]
@@ -316,4 +325,5 @@ def test_under_sanitizers(sanitized_planes_literals: Path, tmp_path: Path) -> No
         for block, (data, flags, slices, encoded_crc, crc) in zip(blocks, found, strict=True):
             assert (data, BlockRow(flags, slices, encoded_crc, crc)) == (bytes(block.data), block.row)
     kernels = module.kernels
+    assert outcomes[-4:] == [kernels.FOREIGN] * 4
     assert set(outcomes) == {kernels.DECODED, kernels.FOREIGN, kernels.STORED_CRC, kernels.DECODED_CRC}

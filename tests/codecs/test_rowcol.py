@@ -232,6 +232,14 @@ def test_symbols_of_zero_that_are_not_escapes_are_refused(kernels: ModuleType) -
     assert kernels.restore_planes(packed, symbols, rest, exponent, 64, flags) is True
 
 
+def test_a_rest_that_is_longer_than_its_floats_are_many_is_refused() -> None:
+    """Nobody writes it: `planes` are shorter."""
+    symbols, flags = np.zeros(4096, np.uint8), PREDICTED | 1 | 4096 << ESCAPES_SHIFT
+    packed = np.zeros(predicted_nbytes(4096, 64, flags), np.uint8)
+    with pytest.raises(CorruptDataError, match="escaped floats"):
+        merged(RowCol(2, 64), [packed, symbols], flags, 8192)
+
+
 @DRAWN
 @given(st.integers(0, 1 << 30), st.sampled_from([0, 1, 3]))
 def test_any_vectors_symbols_and_escapes_decode_alike(seed: int, signs: int) -> None:

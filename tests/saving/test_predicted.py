@@ -14,11 +14,12 @@ import torch.distributed.checkpoint as dcp
 from dcp_nvcomp import NvcompWriter
 from dcp_nvcomp.codecs import CodecChain, RowCol
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES
-from dcp_nvcomp.codecs.choose import Judge, Look, columns_of, literal_exponents, predicted_exponents
+from dcp_nvcomp.codecs.choose import Judge, columns_of, literal_exponents, predicted_exponents
 from dcp_nvcomp.errors import UnsupportedVersionError
 from dcp_nvcomp.format import footer as module
 from dcp_nvcomp.format.block_grid import row_grid
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
+from dcp_nvcomp.saving.encode import choices
 from dcp_nvcomp.saving.encode.choices import RememberedChoices, device_choice
 from tests.checkpoints import assert_loads
 from tests.codecs.rowcol_floats import floats_of
@@ -115,8 +116,9 @@ def test_later_layers_take_what_the_first_one_got(tmp_path: Path, monkeypatch: p
 def test_a_device_gets_nothing_predicted() -> None:
     """There is no kernel for it: not what a copy on the host got, nor what its kin did."""
     element, tensor = ELEMENT_TYPES["float32"], moments(300, 512)
-    predicted, look = predicted_exponents(element, 512), Look(0.4, 0.004)
+    predicted, look = predicted_exponents(element, 512), Judge().look(element, choices._device_sample(tensor))
     assert predicted is not None
+    assert look.is_dense
     grid = row_grid((300, 512), 4)
     record = Record(
         KIND_TENSOR, "layers.0.v", (300, 512), (0, 0), (300, 512), element, grid=grid, block_count=grid.block_count
