@@ -38,6 +38,7 @@ class Suite(str, Enum):
     limits = "limits"
     predictions = "predictions"
     codecs = "codecs"
+    rowcol = "rowcol"
 
 
 @app.command()

@@ -1,5 +1,6 @@
 /* Blocks of floats whose exponents are coded as literals, in one call without the GIL: checked, split and coded, or
- * checked, decoded and merged. The steps are those of engines/cpu.py, and the bytes too.
+ * checked, decoded and merged. The steps are those of engines/cpu.py, and the bytes too. With `columns`, the blocks are
+ * those of `rowcol`: their planes are predicted before they are coded.
  *
  * A call takes neighbouring blocks of a matrix, each some columns wide, row after row across all of them, so that memory
  * is read and written in runs as long as all of them are wide, and each row is summed and split while it is in the
@@ -17,11 +18,10 @@
 #include "coders/_literals_decode.h"
 #include "coders/_literals_encode.h"
 #include "transforms/_planes_kernels.h"
+#include "transforms/_rowcol_kernels.h"
 
 enum {
     ALIGNMENT_NBYTES = 16,
-    FLAG_PACKED_REST = 1,
-    FLAG_NEGATIVE = 2,
     MIN_PACKED = 8,            /* floats */
     PIECE_NBYTES = 2 << 10,    /* of a row: what is summed, and split while it is in the nearest cache; 8 divides it */
     FIRST_LINES_NBYTES = 512,  /* of a row that does not follow the one before: what no processor fetches ahead */
@@ -53,12 +53,13 @@ typedef struct {
     const uint8_t *data;
     size_t nbytes, *slices;
     uint32_t encoded_crc;
-    int flags;
+    uint32_t flags;
 } Block;
 
 typedef struct {
     int width; /* of a float in bytes */
     size_t slice_nbytes;
+    size_t columns; /* by which blocks are predicted; 0: they are not */
     size_t block_count;
     Block *blocks;
     size_t *slices; /* of all blocks */
@@ -117,13 +118,16 @@ static void split_rows(const Job *job) {
 }
 
 /* Codes a block whose planes are there, `out` with the low one and the rest. */
-static void finish_block(const Job *job, Block *block, uint8_t *out, const uint8_t *exponent, uint8_t *frame,
+static void finish_block(const Job *job, Block *block, uint8_t *out, uint8_t *exponent, uint8_t *frame, uint8_t *room,
                          Work *work) {
     size_t floats = block->floats, low = padded(low_nbytes(job, block)), rest_nbytes = floats;
+    Matrix matrix = matrix_of(floats, job->columns);
     uint8_t *at = out + low;
     pad(out, out + low_nbytes(job, block));
-    block->flags = 0;
-    if (floats >= MIN_PACKED && block->seen != (SEEN_POSITIVE | SEEN_NEGATIVE)) {
+    block->flags = job->columns ? predict(matrix, at, exponent, block->seen, room) : 0;
+    if (block->flags) {
+        rest_nbytes = predicted_nbytes(matrix, block->flags);
+    } else if (floats >= MIN_PACKED && block->seen != (SEEN_POSITIVE | SEEN_NEGATIVE)) {
         pack_plane(at, (ptrdiff_t)floats);
         rest_nbytes -= floats / 8;
         block->flags = FLAG_PACKED_REST | (block->seen == SEEN_NEGATIVE ? FLAG_NEGATIVE : 0);
@@ -143,7 +147,7 @@ static void finish_block(const Job *job, Block *block, uint8_t *out, const uint8
     block->encoded_crc = crc32c(0, out, block->nbytes);
 }
 
-static void encode_job(const Job *job, uint8_t *out, uint8_t *exponents, uint8_t *frame, Work *work) {
+static void encode_job(const Job *job, uint8_t *out, uint8_t *exponents, uint8_t *frame, uint8_t *room, Work *work) {
     uint8_t *to = out, *exponent = exponents;
     for (Block *block = job->blocks; block < job->blocks + job->block_count; block++) {
         block->low = to;
@@ -154,7 +158,7 @@ static void encode_job(const Job *job, uint8_t *out, uint8_t *exponents, uint8_t
     }
     split_rows(job);
     for (Block *block = job->blocks; block < job->blocks + job->block_count; block++) {
-        finish_block(job, block, out, exponents, frame, work);
+        finish_block(job, block, out, exponents, frame, room, work);
         out += room_of(job, block);
         exponents += block->floats;
     }
@@ -162,32 +166,42 @@ static void encode_job(const Job *job, uint8_t *out, uint8_t *exponents, uint8_t
 
 /* ---- decode ------------------------------------------------------------------------------------------------------ */
 
-/* Finds a block's planes; decodes those that are coded or packed to `exponent` and `rest`, with room for its floats. */
-static int open_block(const Job *job, Block *block, uint8_t *exponent, uint8_t *rest, Tables *tables) {
+static int is_rest_made(const Block *block) { return (block->flags & (FLAG_PACKED_REST | FLAG_PREDICTED)) != 0; }
+
+/* Finds a block's planes; makes those that are not stored as they are in `exponent` and `rest`, with room for its floats,
+ * as `symbols` has. */
+static int open_block(const Job *job, Block *block, uint8_t *exponent, uint8_t *rest, uint8_t *symbols,
+                      Tables *tables) {
     size_t floats = block->floats, at = padded(low_nbytes(job, block));
+    int is_predicted = (block->flags & FLAG_PREDICTED) != 0;
+    Matrix matrix = matrix_of(floats, job->columns);
     size_t rest_nbytes = floats - (block->flags & FLAG_PACKED_REST ? floats / 8 : 0);
-    if (block->nbytes < at || block->nbytes - at < padded(rest_nbytes))
+    if (is_predicted)
+        rest_nbytes = predicted_nbytes(matrix, block->flags);
+    if (rest_nbytes > floats || block->nbytes < at || block->nbytes - at < padded(rest_nbytes))
         return 0;
     block->low = (uint8_t *)block->data; /* which is read only */
     block->rest = (uint8_t *)block->data + at;
     block->exponent = exponent;
-    if (block->flags & FLAG_PACKED_REST) {
-        unpack_plane(block->rest, rest, block->flags & FLAG_NEGATIVE, (ptrdiff_t)floats);
+    const uint8_t *packed = block->rest;
+    if (is_rest_made(block))
         block->rest = rest;
-    }
+    if (block->flags & FLAG_PACKED_REST && !is_predicted)
+        unpack_plane(packed, rest, block->flags & FLAG_NEGATIVE, (ptrdiff_t)floats);
     at += padded(rest_nbytes);
+    uint8_t *coded = is_predicted ? symbols : exponent;
     for (size_t start = 0, number = 0; start < floats; start += job->slice_nbytes, number++) {
         size_t nbytes = floats - start < job->slice_nbytes ? floats - start : job->slice_nbytes;
         size_t stored = block->slices[number];
         if (stored > nbytes || block->nbytes - at < padded(stored))
             return 0;
         if (stored == nbytes)
-            memcpy(exponent + start, block->data + at, nbytes);
-        else if (!decode_frame(block->data + at, stored, exponent + start, nbytes, tables))
+            memcpy(coded + start, block->data + at, nbytes);
+        else if (!decode_frame(block->data + at, stored, coded + start, nbytes, tables))
             return 0;
         at += padded(stored);
     }
-    return 1;
+    return !is_predicted || restore(matrix, block->flags, packed, symbols, rest, exponent);
 }
 
 static void merge_rows(const Job *job, int is_summed) {
@@ -213,14 +227,14 @@ static void merge_rows(const Job *job, int is_summed) {
 enum Outcome { DECODED, SHORT, FOREIGN, STORED_CRC, DECODED_CRC };
 
 static enum Outcome decode_job(const Job *job, const uint32_t *crcs, int check_stored, int check_decoded,
-                               uint8_t *exponents, uint8_t *rests, Tables *tables) {
+                               uint8_t *exponents, uint8_t *rests, uint8_t *symbols, Tables *tables) {
     for (Block *block = job->blocks; block < job->blocks + job->block_count; block++) {
         if (check_stored && crc32c(0, block->data, block->nbytes) != block->encoded_crc)
             return STORED_CRC;
-        if (!open_block(job, block, exponents, rests, tables))
+        if (!open_block(job, block, exponents, rests, symbols, tables))
             return FOREIGN;
         exponents += block->floats;
-        rests += block->flags & FLAG_PACKED_REST ? block->floats : 0;
+        rests += is_rest_made(block) ? block->floats : 0;
     }
     merge_rows(job, check_decoded);
     for (size_t number = 0; check_decoded && number < job->block_count; number++)
@@ -237,7 +251,8 @@ typedef struct {
     Py_buffer rows, out;
     Py_buffer *data; /* of each encoded block, in a decode */
     uint32_t *crcs;
-    size_t floats, slices, packed_floats;
+    size_t floats, slices, made_floats;
+    size_t longest; /* of the blocks, in floats */
 } Call;
 
 static void release(Call *call) {
@@ -268,6 +283,8 @@ static int take_shape(Call *call, PyObject *rows, PyObject *widths, int is_writt
         return refuse("Floats have 2, 4 or 8 bytes.");
     if (job->slice_nbytes == 0 || job->slice_nbytes > UINT32_MAX || job->slice_nbytes % ALIGNMENT_NBYTES)
         return refuse("The size of slices is out of range, or no multiple of 16.");
+    if (job->columns > MAX_COLUMNS || (job->columns && job->width == 8))
+        return refuse("The number of columns is out of range, or floats of 8 bytes can't be predicted.");
     if (PyObject_GetBuffer(rows, &call->rows, is_written ? PyBUF_STRIDES | PyBUF_WRITABLE : PyBUF_STRIDES) < 0)
         return 0;
     const Py_buffer *view = &call->rows;
@@ -291,6 +308,7 @@ static int take_shape(Call *call, PyObject *rows, PyObject *widths, int is_writt
         left -= block->row_nbytes;
         block->floats = job->rows.count * (block->row_nbytes / (size_t)job->width);
         call->floats += block->floats;
+        call->longest = block->floats > call->longest ? block->floats : call->longest;
         call->slices += slice_count(job, block);
     }
     if (left)
@@ -336,7 +354,7 @@ static PyObject *encoded_blocks(const Job *job, const uint8_t *out) {
         const Block *block = job->blocks + number;
         PyObject *slices = slices_of(job, block);
         Py_ssize_t start = block->data - out, stop = start + (Py_ssize_t)block->nbytes;
-        PyObject *row = slices ? Py_BuildValue("nniNII", start, stop, block->flags, slices, block->encoded_crc,
+        PyObject *row = slices ? Py_BuildValue("nnINII", start, stop, block->flags, slices, block->encoded_crc,
                                                block->crc)
                                : NULL;
         if (!row)
@@ -350,11 +368,12 @@ static PyObject *encoded_blocks(const Job *job, const uint8_t *out) {
 static PyObject *encode_rows(PyObject *module, PyObject *args) {
     Call call = {0};
     PyObject *rows, *widths, *out, *found = NULL;
-    Py_ssize_t slice_nbytes;
+    Py_ssize_t slice_nbytes, columns;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOinO", &rows, &widths, &call.job.width, &slice_nbytes, &out))
+    if (!PyArg_ParseTuple(args, "OOinnO", &rows, &widths, &call.job.width, &slice_nbytes, &columns, &out))
         return NULL;
     call.job.slice_nbytes = slice_nbytes > 0 ? (size_t)slice_nbytes : 0;
+    call.job.columns = (size_t)columns; /* a negative number is refused, as one that is too large */
     if (!take_shape(&call, rows, widths, 0) || PyObject_GetBuffer(out, &call.out, PyBUF_WRITABLE) < 0) {
         release(&call);
         return NULL;
@@ -370,14 +389,16 @@ static PyObject *encode_rows(PyObject *module, PyObject *args) {
         size_t longest = call.floats < call.job.slice_nbytes ? call.floats : call.job.slice_nbytes;
         Work *work = malloc(sizeof *work);
         uint8_t *exponents = malloc(call.floats + 1), *frame = malloc(frame_room(longest));
-        if (work && exponents && frame) {
+        uint8_t *predicting = malloc(call.job.columns ? predict_room(call.longest, call.job.columns) : 1);
+        if (work && exponents && frame && predicting) {
             Py_BEGIN_ALLOW_THREADS
-            encode_job(&call.job, call.out.buf, exponents, frame, work);
+            encode_job(&call.job, call.out.buf, exponents, frame, predicting, work);
             Py_END_ALLOW_THREADS
             found = encoded_blocks(&call.job, call.out.buf);
         } else {
             no_memory();
         }
+        free(predicting);
         free(frame);
         free(exponents);
         free(work);
@@ -389,20 +410,23 @@ static PyObject *encode_rows(PyObject *module, PyObject *args) {
 /* Takes one encoded block; 0 with an exception if it can't be one, 2 if it is only not as the kernels write it. */
 static int take_encoded(Call *call, size_t number, PyObject *encoded) {
     PyObject *data, *slices;
-    unsigned int encoded_crc, crc;
+    unsigned int flags, encoded_crc, crc;
     Block *block = call->job.blocks + number;
-    if (!PyArg_ParseTuple(encoded, "OiO!II", &data, &block->flags, &PyTuple_Type, &slices, &encoded_crc, &crc))
+    if (!PyArg_ParseTuple(encoded, "OIO!II", &data, &flags, &PyTuple_Type, &slices, &encoded_crc, &crc))
         return 0;
     if (PyObject_GetBuffer(data, call->data + number, PyBUF_SIMPLE) < 0)
         return 0;
     block->data = call->data[number].buf;
     block->nbytes = (size_t)call->data[number].len;
+    block->flags = flags;
     block->encoded_crc = encoded_crc;
     call->crcs[number] = crc;
-    if (block->flags & FLAG_PACKED_REST)
-        call->packed_floats += block->floats;
-    if (block->flags != 0 && block->flags != FLAG_PACKED_REST && block->flags != (FLAG_PACKED_REST | FLAG_NEGATIVE))
+    uint32_t known = FLAG_PACKED_REST | FLAG_NEGATIVE;
+    if (call->job.columns && flags & FLAG_PREDICTED)
+        known |= FLAG_PREDICTED | UINT32_MAX << ESCAPES_SHIFT;
+    if (flags & ~known || (flags & FLAG_NEGATIVE && !(flags & FLAG_PACKED_REST)))
         return 2;
+    call->made_floats += is_rest_made(block) ? block->floats : 0;
     if ((size_t)PyTuple_Size(slices) != slice_count(&call->job, block))
         return 2;
     for (Py_ssize_t at = 0; at < PyTuple_Size(slices); at++) {
@@ -434,27 +458,30 @@ static int take_all_encoded(Call *call, PyObject *encoded) {
 static PyObject *decode_rows(PyObject *module, PyObject *args) {
     Call call = {0};
     PyObject *encoded, *widths, *rows;
-    Py_ssize_t slice_nbytes;
+    Py_ssize_t slice_nbytes, columns;
     int check_stored, check_decoded;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOinpp", &encoded, &widths, &rows, &call.job.width, &slice_nbytes, &check_stored,
-                          &check_decoded))
+    if (!PyArg_ParseTuple(args, "OOOinnpp", &encoded, &widths, &rows, &call.job.width, &slice_nbytes, &columns,
+                          &check_stored, &check_decoded))
         return NULL;
     call.job.slice_nbytes = slice_nbytes > 0 ? (size_t)slice_nbytes : 0;
+    call.job.columns = (size_t)columns; /* a negative number is refused, as one that is too large */
     int taken = take_shape(&call, rows, widths, 1) ? take_all_encoded(&call, encoded) : 0;
     enum Outcome outcome = FOREIGN;
     if (taken && has_short_slice(&call.job)) {
         outcome = SHORT;
     } else if (taken == 1) {
         Tables *tables = malloc(sizeof *tables);
-        uint8_t *exponents = malloc(call.floats + 1), *rests = malloc(call.packed_floats + 1);
-        if (tables && exponents && rests) {
+        uint8_t *exponents = malloc(call.floats + 1), *rests = malloc(call.made_floats + 1);
+        uint8_t *symbols = malloc(call.job.columns ? call.longest : 1);
+        if (tables && exponents && rests && symbols) {
             Py_BEGIN_ALLOW_THREADS
-            outcome = decode_job(&call.job, call.crcs, check_stored, check_decoded, exponents, rests, tables);
+            outcome = decode_job(&call.job, call.crcs, check_stored, check_decoded, exponents, rests, symbols, tables);
             Py_END_ALLOW_THREADS
         } else {
             taken = no_memory();
         }
+        free(symbols);
         free(rests);
         free(exponents);
         free(tables);
@@ -465,11 +492,11 @@ static PyObject *decode_rows(PyObject *module, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"encode_rows", encode_rows, METH_VARARGS,
-     "encode_rows(rows, widths, float_nbytes, slice_nbytes, out): (start, stop, flags, slices, encoded_crc, "
+     "encode_rows(rows, widths, float_nbytes, slice_nbytes, columns, out): (start, stop, flags, slices, encoded_crc, "
      "uncompressed_crc) of each block in `out`; None if the engine has to encode them."},
     {"decode_rows", decode_rows, METH_VARARGS,
-     "decode_rows(blocks, widths, rows, float_nbytes, slice_nbytes, check_stored, check_decoded): blocks of (data, "
-     "flags, slices, encoded_crc, uncompressed_crc) into `rows`; the outcome."},
+     "decode_rows(blocks, widths, rows, float_nbytes, slice_nbytes, columns, check_stored, check_decoded): blocks of "
+     "(data, flags, slices, encoded_crc, uncompressed_crc) into `rows`; the outcome."},
     {NULL, NULL, 0, NULL},
 };
 

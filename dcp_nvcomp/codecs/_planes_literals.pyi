@@ -10,7 +10,7 @@ STORED_CRC: int
 DECODED_CRC: int
 
 def encode_rows(
-    rows: U8, widths: tuple[int, ...], float_nbytes: int, slice_nbytes: int, out: memoryview
+    rows: U8, widths: tuple[int, ...], float_nbytes: int, slice_nbytes: int, columns: int, out: memoryview
 ) -> list[tuple[int, int, int, tuple[int, ...], int, int]] | None: ...
 def decode_rows(
     blocks: list[tuple[memoryview, int, tuple[int, ...], int, int]],
@@ -18,6 +18,7 @@ def decode_rows(
     rows: U8,
     float_nbytes: int,
     slice_nbytes: int,
+    columns: int,
     check_stored: bool,
     check_decoded: bool,
 ) -> int: ...

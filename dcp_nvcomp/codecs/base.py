@@ -170,6 +170,7 @@ class Codec(ABC):
     """A codec as a footer describes it."""
 
     name: ClassVar[str]  # its name in a footer, a promise: what it once decoded, it always will
+    feature: ClassVar[str | None] = None  # an addition to the format that files with it name, for older readers
 
     @abstractmethod
     def configuration(self) -> dict[str, Any]:
@@ -197,7 +198,8 @@ class ArrayToBytes(Codec):
     def layout(self, nbytes: int, flags: int, has_coder: bool) -> tuple[Plane, ...]:
         """Return the planes of a block of `nbytes` decoded bytes with these `flags`, in stored order.
 
-        Flags make no plane longer, and leave coded planes as they are.
+        Flags that `split` returns make no plane longer, and leave coded planes as they are. Those of a file may say
+        anything that `check_flags` allows; a plane that they make longer than it can be is refused by `merge`.
         """
 
     @abstractmethod

@@ -12,8 +12,8 @@ judge   slices, cut and coded as those of the record will be, by every chain tha
         more than one slice, as it never will in a block.
 
 The smallest wins, unless it is a search for matches that gains less than a hundredth: it takes three times as long as
-coding literals. Of what is nothing but repetition, as zeros are, whole floats win if they are about as small: splitting
-them would take longer than all else.
+coding literals. Where planes win, and the floats are rows and columns, prediction is tried too. Of what is nothing but
+repetition, as zeros are, whole floats win if they are about as small: splitting them would take longer than all else.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import numpy.typing as npt
 from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain, Coder, ElementType, ScratchArrays, SliceEncoder, padded
 from dcp_nvcomp.codecs.coders import ANS_DATA_TYPES, DEFAULT_SLICE_NBYTES, Ans, Deflate, Zstd
 from dcp_nvcomp.codecs.transforms import PLANE_NAMES, Bytes, Planes
+from dcp_nvcomp.codecs.transforms.rowcol import RowCol
 from dcp_nvcomp.errors import ConfigurationError
 
 U8 = npt.NDArray[np.uint8]
@@ -48,6 +49,8 @@ _WORTHWHILE = 0.98
 # By how much a faster chain may be larger than the smallest, and by how much if it saves the search for matches.
 _TOLERANCE = 1.0025
 _LITERALS_TOLERANCE = 1.01
+# By how much planes may be larger than predicted ones, whose coding takes about half as long again.
+_PREDICTED_TOLERANCE = 1.005
 # So many times as small is what repeats all over.
 _REPETITIVE = 200
 
@@ -88,6 +91,32 @@ def literal_exponents(element: ElementType) -> CodecChain:
     return CodecChain(Planes(element.float_nbytes), LITERALS)
 
 
+@lru_cache
+def predicted_exponents(element: ElementType, columns: int) -> CodecChain | None:
+    """Return the chain of dense floats that their rows and columns predict; None if there is none for such floats."""
+    if not RowCol.predicts(element, columns):
+        return None
+    return CodecChain(RowCol(element.float_nbytes, columns), LITERALS)
+
+
+def is_predicted(chain: CodecChain) -> bool:
+    return isinstance(chain.array_to_bytes, RowCol)
+
+
+def columns_of(block_shape: Sequence[int]) -> int:
+    """Return the columns of the matrix, among those that a block is, that has the fewest rows and columns together.
+
+    Returns:
+        0 if it is none, but a row or a column.
+
+    Examples:
+        >>> columns_of((1, 128, 256)), columns_of((64, 32, 3, 3)), columns_of((4096,))
+        (256, 288, 0)
+    """
+    matrices = ((math.prod(block_shape[:dim]), math.prod(block_shape[dim:])) for dim in range(1, len(block_shape)))
+    return min(((sum(one), one[1]) for one in matrices if 1 not in one), default=(0, 0))[1]
+
+
 class Judge:
     """Finds the chain of a record. Not for several threads at once: it keeps its encoders."""
 
@@ -108,11 +137,12 @@ class Judge:
         commonest = int(np.bincount(others).max()) / others.size
         return Look(self._coded_nbytes(exponents, LITERALS) / count, commonest)
 
-    def judge(self, element: ElementType, slices: Sequence[U8]) -> CodecChain:
+    def judge(self, element: ElementType, slices: Sequence[U8], columns: int = 0) -> CodecChain:
+        """Return the chain for some slices; of whole rows of `columns` elements, if that is not 0."""
         if not any(part.size for part in slices):
             return STORED
         if element.float_nbytes:
-            return self._judge_floats(element, slices)
+            return self._judge_floats(element, slices, columns)
         sizes = {
             STORED: sum(part.size for part in slices),
             _PLAIN_LITERALS: self._total_nbytes(slices, LITERALS),
@@ -122,17 +152,17 @@ class Judge:
             sizes[chain] = self._total_nbytes(slices, chain.coder)
         return _chosen(sizes, faster)
 
-    def _judge_floats(self, element: ElementType, slices: Sequence[U8]) -> CodecChain:
+    def _judge_floats(self, element: ElementType, slices: Sequence[U8], columns: int) -> CodecChain:
         width = element.float_nbytes
         split = [_split(part, width) for part in slices]
         names = Planes(width).plane_names
-        columns = {name: [piece for planes, _ in split for piece in _cut(planes[name])] for name in names}
-        stored = {name: sum(plane.size for plane in columns[name]) for name in names}
+        pieces = {name: [piece for planes, _ in split for piece in _cut(planes[name])] for name in names}
+        stored = {name: sum(plane.size for plane in pieces[name]) for name in names}
         stored["rest"] -= sum(planes["rest"].size // 8 for planes, same_sign in split if same_sign)
         total = sum(part.size for part in slices)
         sizes = {STORED: total}
         for coder in (LITERALS, _MATCHES):
-            coded = {name: self._total_nbytes(columns[name], coder) for name in names}
+            coded = {name: self._total_nbytes(pieces[name], coder) for name in names}
             worthwhile = [name for name in names if name == "exponent" or coded[name] < _WORTHWHILE * stored[name]]
             for chosen in {("exponent",), tuple(worthwhile)}:
                 nbytes = sum(coded[name] if name in chosen else stored[name] for name in names)
@@ -149,7 +179,21 @@ class Judge:
             for chain in (_PLAIN_LITERALS, PLAIN):
                 if sizes.get(chain, math.inf) <= _TOLERANCE * least:
                     return chain
-        return _chosen(sizes, faster)
+        best = _chosen(sizes, faster)
+        predicted = predicted_exponents(element, columns) if isinstance(best.array_to_bytes, Planes) else None
+        if predicted is None:
+            return best
+        nbytes = sum(self._split_nbytes(part, predicted) for part in slices)
+        return predicted if _PREDICTED_TOLERANCE * nbytes < sizes[best] else best
+
+    def _split_nbytes(self, part: U8, chain: CodecChain) -> int:
+        """Return the size of a part as if it was a block."""
+        codec, nbytes = chain.array_to_bytes, 0
+        arrays = [self._scratch.array(one.name, one.nbytes, np.uint8) for one in codec.layout(part.size, 0, True)]
+        flags = codec.split(part, arrays)
+        for plane, array in zip(codec.layout(part.size, flags, True), arrays, strict=True):
+            nbytes += self._total_nbytes(_cut(array), chain.coder) if plane.coded else plane.nbytes
+        return nbytes
 
     def _total_nbytes(self, slices: Sequence[U8], coder: Coder | None) -> int:
         assert coder is not None

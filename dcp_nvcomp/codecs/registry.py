@@ -1,9 +1,9 @@
 """All codecs by name, the way from a footer's description to a codec chain, and what is compiled for a whole chain.
 
-`PlanesLiterals` codes whole blocks of `planes` with `zstd` of literals, the chain of trained floats, without the GIL.
-The bytes are those that the engine makes in steps; what is declined here, it does in steps. Several blocks that lie
-beside each other in a matrix are coded at once: memory is read and written in longer runs then, and a call costs as
-much for one block as for all of them.
+`PlanesLiterals` codes whole blocks of `planes` or `rowcol` with `zstd` of literals, the chains of trained floats,
+without the GIL. The bytes are those that the engine makes in steps; what is declined here, it does in steps. Several
+blocks that lie beside each other in a matrix are coded at once: memory is read and written in longer runs then, and a
+call costs as much for one block as for all of them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from typing import Any, NamedTuple
 from dcp_nvcomp.codecs.base import U8, ArrayToBytes, BlockRow, Codec, CodecChain, Coder, ElementType, EncodedBlock
 from dcp_nvcomp.codecs.coders import Ans, Deflate, Zstd
 from dcp_nvcomp.codecs.transforms import Bytes, Planes
+from dcp_nvcomp.codecs.transforms.rowcol import RowCol
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FormatError, UnknownCodecError
 
 # All codecs there are, by name.
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Bytes, Planes, Zstd, Deflate, Ans)}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Bytes, Planes, RowCol, Zstd, Deflate, Ans)}
+
+# All additions to the format that a reader has to know, as files name them.
+FEATURES = frozenset(codec.feature for codec in CODECS.values() if codec.feature is not None)
 
 
 def _codec(description: Any) -> Codec:
@@ -78,9 +82,10 @@ class PlanesLiterals:
 
     float_nbytes: int  # bytes of a float, 2, 4 or 8
     slice_nbytes: int  # bytes of an exponent plane in one slice
+    columns: int = 0  # of `rowcol`; 0 for `planes`
 
     def encode(self, rows: U8, widths: tuple[int, ...], out: memoryview) -> tuple[list[EncodedBlock], int] | None:
-        found = kernels.encode_rows(rows, widths, self.float_nbytes, self.slice_nbytes, out)
+        found = kernels.encode_rows(rows, widths, self.float_nbytes, self.slice_nbytes, self.columns, out)
         if found is None:
             return None
         count = len(rows)
@@ -95,7 +100,14 @@ class PlanesLiterals:
     ) -> Outcome:
         given = [(data, row.flags, row.slice_nbytes, row.encoded_crc, row.uncompressed_crc) for data, row in blocks]
         outcome = kernels.decode_rows(
-            given, widths, rows, self.float_nbytes, self.slice_nbytes, verify != "off", verify == "full"
+            given,
+            widths,
+            rows,
+            self.float_nbytes,
+            self.slice_nbytes,
+            self.columns,
+            verify != "off",
+            verify == "full",
         )
         return _OUTCOMES[outcome]
 
@@ -118,6 +130,8 @@ _OUTCOMES = (
 def planes_literals(chain: CodecChain, *, decoding: bool = False) -> PlanesLiterals | None:
     """Return the kernel for whole blocks of a chain; None if the engine has to code them in steps."""
     codec, coder = chain.array_to_bytes, chain.coder
-    if kernels is None or type(codec) is not Planes or type(coder) is not Zstd or codec.coded != ("exponent",):
+    if kernels is None or type(coder) is not Zstd or not (decoding or coder.literals_only):
         return None
-    return PlanesLiterals(codec.float_nbytes, coder.slice_nbytes) if decoding or coder.literals_only else None
+    if type(codec) is Planes and codec.coded == ("exponent",):
+        return PlanesLiterals(codec.float_nbytes, coder.slice_nbytes)
+    return PlanesLiterals(codec.float_nbytes, coder.slice_nbytes, codec.columns) if type(codec) is RowCol else None

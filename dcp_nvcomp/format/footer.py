@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, CodecChain
-from dcp_nvcomp.codecs.registry import chain_from_json
+from dcp_nvcomp.codecs.registry import CODECS, FEATURES, chain_from_json
 from dcp_nvcomp.errors import CheckpointError, FormatError, UnsupportedVersionError
 from dcp_nvcomp.format.framing import HEADER_NBYTES, Tables, Trailer
 from dcp_nvcomp.format.record import Invalid, Record, integer, parse_record, text
@@ -39,13 +39,19 @@ def footer_json(
     """Return a footer's JSON object."""
     return {
         **vars(identity),
-        "features": [],
+        "features": _features(codecs),
         "data_offset": data_offset,
         "blocks": len(tables.flags),
         "slices": len(tables.slice_nbytes),
         "codecs": codecs,
         "records": records,
     }
+
+
+def _features(codecs: Sequence[Any]) -> list[str]:
+    """Return the additions to the format that these codecs are: none, in most files, which all versions read."""
+    named = {CODECS[codec["name"]].feature for chain in codecs for codec in chain if codec["name"] in CODECS}
+    return sorted(feature for feature in named if feature is not None)
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ class Footer:
 
 
 def _slice_count(chain: CodecChain, nbytes: int) -> int:
-    """Return the number of slices of a block. Flags don't change it: a packed plane is never a coded one."""
+    """Return the number of slices of a block. Flags don't change it: they leave coded planes as they are."""
     if chain.coder is None:
         return 0
     # counted, not listed: a hostile footer may claim millions of slices
@@ -151,7 +157,7 @@ def _locate(
 def parse_footer(description: dict[str, Any], tables: Tables, trailer: Trailer, *, path: str) -> Footer:
     """Check and return a footer."""
     features = description.get("features")
-    if features != []:
+    if not isinstance(features, list) or not all(isinstance(one, str) and one in FEATURES for one in features):
         raise UnsupportedVersionError(
             f"The file needs features that this reader does not know: {shown(features)}. Update dcp-nvcomp.", path=path
         )

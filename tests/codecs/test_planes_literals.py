@@ -12,14 +12,17 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs import CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs import CodecChain, Planes, RowCol, Zstd
 from dcp_nvcomp.codecs import registry as module
 from dcp_nvcomp.codecs.base import U8, BlockRow, EncodedBlock
 from dcp_nvcomp.codecs.registry import PlanesLiterals, planes_literals
+from dcp_nvcomp.codecs.transforms.rowcol_numpy import ESCAPES_SHIFT, PREDICTED, predicted_nbytes
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CorruptDataError
 from tests.effort import THOROUGH, examples
 
+from . import rowcol_floats
+from .rowcol_floats import KINDS as ROWCOL
 from .sanitizers import run_sanitized
 
 pytest.importorskip("dcp_nvcomp.codecs._planes_literals")
@@ -233,41 +236,56 @@ def forged(random: np.random.Generator, block: EncodedBlock) -> tuple[bytes, int
         sizes[at] = (near, int(random.integers(0, 4096)), 1 << 62, (1 << 64) - 1)[int(random.integers(0, 4))]
     count = int(random.choice([len(sizes), len(sizes), len(sizes), random.integers(0, len(sizes)), 3 * len(sizes)]))
     sizes = (3 * sizes)[:count]
-    flags = int(random.choice([row.flags, 0, 1, 2, 3, 7, -1]))
+    flags = int(
+        random.choice([row.flags, row.flags, row.flags + 0x100, 0, 1, 2, 3, 4, 7, 0x304, 0xFFFFFF05, 0xFFFFFFFF])
+    )
     sum_of_data = crc32c(bytes(data)) ^ int(random.integers(0, 8) == 0)
     return bytes(data), flags, tuple(sizes), sum_of_data, row.uncompressed_crc
+
+
+def all_escaped(width: int) -> tuple[bytes, int, tuple[int, ...], int, int]:
+    """A predicted block of 1024 floats in rows of 16, all with the symbol zero, of which its flags say one."""
+    flags = PREDICTED | 1 | 1 << ESCAPES_SHIFT
+    nbytes = 1024 * (width - 2) + -(-predicted_nbytes(1024, 16, flags) // 16) * 16 + 1024
+    return bytes(nbytes), flags, (1024,), crc32c(bytes(nbytes)), 0
 
 
 SANITIZED = """
 import numpy as np
 made, forged = [], []
-for rows, height, step, widths, width, slice_nbytes, most in pickle.load(open(sys.argv[2], "rb")):
+for rows, height, step, widths, width, slice_nbytes, columns, most in pickle.load(open(sys.argv[2], "rb")):
     # of exactly these lengths, on a heap that is watched
     source = np.frombuffer(bytearray(rows), np.uint8)
     matrix = np.lib.stride_tricks.as_strided(source, (height, sum(widths)), (step, 1))
     made.append([])
     out = bytearray(most)
-    for start, stop, *row in kernels.encode_rows(matrix, widths, width, slice_nbytes, out):
+    for start, stop, *row in kernels.encode_rows(matrix, widths, width, slice_nbytes, columns, out):
         made[-1].append((bytes(out[start:stop]), *row))
     try:
-        kernels.encode_rows(matrix, widths, width, slice_nbytes, bytearray(most - 1))
+        kernels.encode_rows(matrix, widths, width, slice_nbytes, columns, bytearray(most - 1))
         raise AssertionError("There was less room than it takes")
     except ValueError:
         pass
+    for wrong in (-1, (1 << 20) + 1):
+        try:
+            kernels.encode_rows(matrix, widths, width, slice_nbytes, wrong, out)
+            raise AssertionError("So many columns need more room than was computed")
+        except ValueError:
+            pass
     try:
-        kernels.encode_rows(matrix, widths, width, slice_nbytes + 1, out)
+        kernels.encode_rows(matrix, widths, width, slice_nbytes + 1, columns, out)
         raise AssertionError("Slices that are no multiple of 16 need more room than was computed")
     except ValueError:
         pass
     into = np.frombuffer(bytearray(len(rows)), np.uint8)
     target = np.lib.stride_tricks.as_strided(into, matrix.shape, (step, 1))
-    assert kernels.decode_rows(made[-1], widths, target, width, slice_nbytes, True, True) == 0
+    assert kernels.decode_rows(made[-1], widths, target, width, slice_nbytes, columns, True, True) == 0
     assert (target == matrix).all()
-for blocks, widths, height, width, slice_nbytes in pickle.load(open(sys.argv[3], "rb")):
+for blocks, widths, height, width, slice_nbytes, columns in pickle.load(open(sys.argv[3], "rb")):
     target = np.frombuffer(bytearray(height * sum(widths)), np.uint8).reshape(height, -1)
     for check_decoded in (True, False):
         given = [(bytearray(data), *row) for data, *row in blocks]
-        forged.append(kernels.decode_rows(given, widths, target, width, slice_nbytes, True, check_decoded))
+        forged.append(kernels.decode_rows(given, widths, target, width, slice_nbytes, columns, True, check_decoded))
 pickle.dump((made, forged), open(sys.argv[4], "wb"))
 """
 
@@ -280,15 +298,24 @@ def test_under_sanitizers(sanitized_planes_literals: Path, tmp_path: Path) -> No
         width, slice_nbytes = int(random.choice([2, 4, 8])), int(random.choice([1024, 4096, 1 << 17]))
         height, gap = int(random.choice([1, 3, 8, 40])), int(random.choice([0, 0, 9]))
         columns = [1024 * int(count) for count in random.integers(1, 4, random.integers(1, 4))]
-        rows = floats_of(random, height, sum(columns), width, str(random.choice(sorted(KINDS))))
+        rows, predicted = floats_of(random, height, sum(columns), width, str(random.choice(sorted(KINDS)))), 0
         widths, chain = tuple(width * count for count in columns), chain_of(width, slice_nbytes)
+        if width < 8 and random.integers(0, 2):
+            predicted = int(random.choice([1, 7, 64, 1024, 1000]))
+            rows = rowcol_floats.floats_of(random, rows.size // width, predicted, width, str(random.choice(ROWCOL)))
+            rows = rows.reshape(height, -1)
+            chain = CodecChain(RowCol(width, predicted), Zstd(slice_nbytes, literals_only=True))
         padded = np.zeros((height, rows.shape[1] + gap), np.uint8)
         padded[:, : rows.shape[1]] = rows
         flat = padded.tobytes()[: padded.size - gap]
-        cases.append((flat, height, padded.shape[1], widths, width, slice_nbytes, len(room(chain, rows, widths))))
+        most = len(room(chain, rows, widths))
+        cases.append((flat, height, padded.shape[1], widths, width, slice_nbytes, predicted, most))
         expected.append(encoded(rows, widths, chain))
         for _ in range(4):
-            forgeries.append(([forged(random, block) for block in expected[-1]], widths, height, width, slice_nbytes))
+            forgeries.append(
+                ([forged(random, block) for block in expected[-1]], widths, height, width, slice_nbytes, predicted)
+            )
+    forgeries += [([all_escaped(width)], (1024 * width,), 1, width, 1024, 16) for width in (2, 4)]
     (tmp_path / "cases").write_bytes(pickle.dumps(cases))
     (tmp_path / "forgeries").write_bytes(pickle.dumps(forgeries))
     paths = [tmp_path / name for name in ("cases", "forgeries", "made")]
@@ -298,4 +325,5 @@ def test_under_sanitizers(sanitized_planes_literals: Path, tmp_path: Path) -> No
         for block, (data, flags, slices, encoded_crc, crc) in zip(blocks, found, strict=True):
             assert (data, BlockRow(flags, slices, encoded_crc, crc)) == (bytes(block.data), block.row)
     kernels = module.kernels
+    assert outcomes[-4:] == [kernels.FOREIGN] * 4
     assert set(outcomes) == {kernels.DECODED, kernels.FOREIGN, kernels.STORED_CRC, kernels.DECODED_CRC}

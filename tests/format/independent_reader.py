@@ -56,7 +56,7 @@ def read_footer(data):
     footer = data[footer_offset:-40]
     check(crc32c(footer + data[-40:-12]) == footer_crc, "footer_crc")
     info = json.loads(footer[:json_nbytes])
-    check(info["features"] == [], "features")
+    check(set(info["features"]) <= {"rowcol"}, "features")
     tables = np.frombuffer(footer, "<u4", offset=-(-json_nbytes // 8) * 8)
     check(len(tables) == 4 * info["blocks"] + info["slices"], "tables")
     columns, slice_table = np.split(tables, [4 * info["blocks"]])
@@ -69,6 +69,18 @@ def unpack_rest(packed, n, negative):  # eight floats in seven bytes -> a byte p
     carriers = packed[: 7 * m].reshape(7, m)
     spread = (carriers >> 7 << np.arange(7, dtype=np.uint8)[:, None]).sum(axis=0, dtype=np.uint8)
     return np.concatenate([packed[: 7 * m], spread, packed[7 * m :]]) & 0x7F | np.uint8(negative << 7)
+
+
+def unpredict(planes, columns, sizes, flags, n):  # `rest` and `exponent` of rowcol -> those of planes
+    symbols, where = planes["exponent"].astype(int), np.arange(n)
+    row, column, escaped, signs, nibbles = np.split(planes["rest"], np.cumsum(sizes)[:-1])
+    check((symbols == 0).sum() == flags >> 8, "escapes")
+    row, column = row.copy().view("<u2")[where // columns].astype(int), column.view("i1")[where % columns]
+    values = (symbols - 64 + row + column) % 2048
+    values[symbols == 0] = escaped.copy().view("<u2") % 2048
+    negative = signs[where % len(signs)] >> where // len(signs) & 1 if len(signs) else flags >> 1 & 1
+    nibbles = nibbles[where % len(nibbles)] >> where // len(nibbles) * 4 & 15
+    return {**planes, "rest": (negative << 7 | values % 8 << 4 | nibbles).astype("u1"), "exponent": values >> 3}
 
 
 def join_planes(planes, w, n):  # -> the bytes of n floats of w bytes
@@ -87,10 +99,16 @@ def decode_block(block, flags, nbytes, chain, slice_rows):
         check(flags == 0, "flags")
         lengths, coded = {"data": nbytes}, {"data"} if coder else set()
     else:
-        w, coded = configuration["float_nbytes"], configuration["coded"]
-        check(first == "planes" and flags in (0, 1, 3) and not (flags and "rest" in coded), "codec or flags")
+        w, coded, predicted = configuration["float_nbytes"], configuration.get("coded", ["exponent"]), flags & 4
+        allowed = flags & 0xFF - 4 in (0, 1, 3) and (flags < 4 or (predicted and first == "rowcol"))
+        check(first in ("planes", "rowcol") and allowed and not (flags and "rest" in coded), "codec or flags")
         n = nbytes // w
         lengths = {"low": n * (w - 2), "rest": n - n // 8 * (flags & 1), "exponent": n}
+        if predicted:
+            columns = configuration["columns"]
+            sizes = [2 * -(-n // columns), columns, flags >> 8 << 1, 0 if flags & 1 else -(-n // 8), -(-n // 2)]
+            lengths["rest"] = sum(sizes)
+            check(lengths["rest"] <= n, "rest")
     position, planes = 0, {}
     for name, length in lengths.items():
         step = chain[1]["configuration"]["slice_nbytes"] if name in coded else max(length, 1)
@@ -108,7 +126,9 @@ def decode_block(block, flags, nbytes, chain, slice_rows):
         planes[name] = np.frombuffer(b"".join(parts), np.uint8)
     if "data" in planes:
         return planes["data"]
-    if flags & 1:
+    if predicted:
+        planes = unpredict(planes, columns, sizes, flags, n)
+    elif flags & 1:
         planes["rest"] = unpack_rest(planes["rest"], n, flags >> 1)
     return join_planes(planes, w, n)
 

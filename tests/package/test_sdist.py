@@ -17,6 +17,7 @@ pytestmark = pytest.mark.ci  # the package is built once
 ROOT = Path(__file__).parents[2]
 KERNELS: dict[str, tuple[str, ...]] = {
     "codecs/transforms/_planes": ("split_floats", "merge_floats", "pack_rest", "unpack_rest"),
+    "codecs/transforms/_rowcol": ("predict_planes", "restore_planes"),
     "codecs/coders/_literals": ("encode_literals",),
 }
 if platform.machine() == "x86_64":  # it needs that processor's instruction for CRC32C

@@ -2,6 +2,7 @@
 
 `bytes`     the elements as they are, in one plane: what `codec="none"` stores, and what plain coders code
 `planes`    floats split into an exponent plane, which packs well, and the rest, which is random and stored
+`rowcol`    these, the upper bits predicted from rows and columns: rowcol.py
 
 Trained floats are random in the mantissa and skewed in the exponent, so only the exponent's 8 bits are worth an entropy
 coder (ZipNN, arXiv:2411.05239, makes the same observation). Blocks are split and merged on the CPU by the compiled
@@ -97,10 +98,7 @@ class Planes(ArrayToBytes):
     def split(self, block: U8, planes: Sequence[U8]) -> int:
         *low, rest, exponent = planes
         signs = kernels.split_floats(block, self.float_nbytes, low[0] if low else None, rest, exponent)
-        if "rest" in self.coded or rest.size < 8 or signs not in _FLAGS_OF_SIGNS:
-            return 0
-        kernels.pack_rest(rest)
-        return _FLAGS_OF_SIGNS[signs]
+        return 0 if "rest" in self.coded else pack_signs(rest, signs)
 
     def merge(self, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:
         *low, rest, exponent = planes
@@ -109,6 +107,14 @@ class Planes(ArrayToBytes):
             kernels.unpack_rest(rest, unpacked, bool(flags & FLAG_NEGATIVE))
             rest = unpacked
         kernels.merge_floats(block, self.float_nbytes, low[0] if low else None, rest, exponent)
+
+
+def pack_signs(rest: U8, signs: int) -> int:
+    """Pack a plane in place if all signs that the kernels saw are equal, and return the block's flags."""
+    if rest.size < 8 or signs not in _FLAGS_OF_SIGNS:
+        return 0
+    kernels.pack_rest(rest)
+    return _FLAGS_OF_SIGNS[signs]
 
 
 @dataclass(frozen=True)

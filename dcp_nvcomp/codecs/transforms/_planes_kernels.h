@@ -8,22 +8,7 @@
 #ifndef PLANES_KERNELS_H
 #define PLANES_KERNELS_H
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
-#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
-#error "The compiled kernels are for little-endian machines; planes_numpy.py is used elsewhere."
-#endif
-
-/* Wider vectors where the processor has them: without, x86-64 means SSE2. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
-#define VECTORS __attribute__((target_clones("avx2", "default")))
-#else
-#define VECTORS
-#endif
-
-enum { SEEN_POSITIVE = 1, SEEN_NEGATIVE = 2 }; /* signs */
+#include "_block_kernels.h"
 
 static int signs(uint64_t any, uint64_t all, int top) {
     return (all >> top & 1 ? 0 : SEEN_POSITIVE) | (any >> top & 1 ? SEEN_NEGATIVE : 0);

@@ -2,11 +2,11 @@
 
 `auto` chooses when a record is encoded, and is remembered from save to save: a record that looks as it did gets the
 chain that it had, unless its ratio has drifted, and dense floats that of others of their tensor, as layers differ in
-their numbers only. Of anything else slices are coded by every chain that could win.
+their numbers only: planes, or predicted ones. Of anything else slices are coded by every chain that could win.
 
 For a tensor on a device, `device_choice` chooses when it is fed: a look costs a copy to the host, which waits for the
 device. So what an earlier save chose for dense floats is used without one, but in every 16th save (mantissas that are
-rounded don't change the size), and forgotten if its size surprises.
+rounded don't change the size), and forgotten if its size surprises. Nothing is predicted there: no kernel does that.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from dcp_nvcomp.codecs.choose import (
     CodecChooser,
     Judge,
     Look,
+    columns_of,
+    is_predicted,
     judged_nbytes,
     literal_exponents,
     sample_nbytes,
@@ -76,7 +78,7 @@ class RememberedChoices:
 
     def __init__(self) -> None:
         self._kept: dict[_Key, _Kept] = {}
-        self._dense: dict[tuple[str, str, tuple[int, ...]], Look] = {}
+        self._dense: dict[tuple[str, str, tuple[int, ...]], CodecChain] = {}
 
     def recall(self, record: Record, look: Look) -> CodecChain | None:
         """Return what an earlier save chose for this shard, if it still looks the same."""
@@ -88,12 +90,12 @@ class RememberedChoices:
         kept = self._kept.get(_key(record))
         if kept is None or kept.achieved is None or not kept.look.is_dense:
             return None
-        return kept.chain if kept.chain == literal_exponents(record.element) else None
+        return kept.chain if _is_of_dense(kept.chain, record.element) else None
 
     def trust_unseen(self, record: Record) -> CodecChain | None:
         """`trust` it, if it was looked at in one of the last saves."""
         chain = self.trust(record)
-        if chain is None:
+        if chain is None or is_predicted(chain):
             return None
         kept = self._kept[_key(record)]
         kept.trusted = (kept.trusted + 1) % _LOOK_EVERY
@@ -104,17 +106,17 @@ class RememberedChoices:
         kept = self._kept.get(_key(record))
         return kept is not None and kept.expects(ratio)
 
-    def has_dense_kin(self, record: Record) -> bool:
-        """True if a tensor of the same name, but for numbers, and of the same shape and dtype was judged dense."""
-        return _kind(record) in self._dense
+    def of_dense_kin(self, record: Record) -> CodecChain | None:
+        """Return the chain of a tensor of the same name, but for numbers, shape and dtype that was judged dense."""
+        return self._dense.get(_kind(record))
 
     def keep(self, record: Record, look: Look, chain: CodecChain) -> None:
         if len(self._kept) >= _MOST_REMEMBERED:
             self._kept.clear()
             self._dense.clear()
         self._kept[_key(record)] = _Kept(look, chain)
-        if look.is_dense and chain == literal_exponents(record.element):
-            self._dense[_kind(record)] = look
+        if look.is_dense and _is_of_dense(chain, record.element):
+            self._dense[_kind(record)] = chain
 
     def achieved(self, record: Record, ratio: float) -> None:
         """Take note of what a choice came to, and forget it if that has drifted."""
@@ -125,6 +127,10 @@ class RememberedChoices:
             kept.achieved = ratio
         elif not kept.expects(ratio):
             self._kept.pop(_key(record), None)
+
+
+def _is_of_dense(chain: CodecChain, element: ElementType) -> bool:
+    return chain == literal_exponents(element) or is_predicted(chain)
 
 
 def _key(record: Record) -> _Key:
@@ -180,7 +186,7 @@ class AutoChoice(ChainChoice):
     def _found(self, place: _Place, bench: Workbench) -> CodecChain:
         remembered = self._remembered
         if remembered is None:
-            return bench.judge.judge(self._record.element, _slices(place, self._record.element, bench.scratch))
+            return self._judged(place, bench)
         may_trust = place.grid.block_count == 1 and place.array.flags.c_contiguous
         trusted = remembered.trust(self._record) if may_trust else None
         if trusted is None:
@@ -194,12 +200,15 @@ class AutoChoice(ChainChoice):
         chain = remembered.recall(self._record, look)
         if chain is not None:
             return chain
-        if look.is_dense and remembered.has_dense_kin(self._record) and not _repeats(place, element, bench.scratch):
-            chain = literal_exponents(element)
-        else:
-            chain = bench.judge.judge(element, _slices(place, element, bench.scratch))
+        kin = remembered.of_dense_kin(self._record) if look.is_dense else None
+        is_alike = kin is not None and not _repeats(place, element, bench.scratch)
+        chain = kin if is_alike and kin is not None else self._judged(place, bench)
         remembered.keep(self._record, look, chain)
         return chain
+
+    def _judged(self, place: _Place, bench: Workbench) -> CodecChain:
+        element, columns = self._record.element, columns_of(place.grid.block_shape)
+        return bench.judge.judge(element, _slices(place, element, bench.scratch, columns), columns)
 
 
 class _KeptChain(ChainChoice):
@@ -223,8 +232,8 @@ def device_choice(record: Record, tensor: torch.Tensor, remembered: RememberedCh
     if chain is None:
         look = judge.look(element, _device_sample(tensor))
         chain = remembered.recall(record, look)
-        if chain is None:
-            is_alike = look.is_dense and remembered.has_dense_kin(record)
+        if chain is None or is_predicted(chain):
+            is_alike = look.is_dense and remembered.of_dense_kin(record) is not None
             sample = None if is_alike else spread_sample(tensor, sample_nbytes(nbytes))
             chain = literal_exponents(element) if sample is None else Auto().choose(element, sample, nbytes)
             remembered.keep(record, look, chain)
@@ -268,11 +277,13 @@ def _glance(count: int) -> npt.NDArray[np.int64]:
     return (_GLANCED_AT * count).astype(np.int64)
 
 
-def _slices(place: _Place, element: ElementType, scratch: ScratchArrays) -> list[U8]:
-    """Return some slices of a record, as they will be coded: all of a small record's."""
+def _slices(place: _Place, element: ElementType, scratch: ScratchArrays, columns: int) -> list[U8]:
+    """Return some slices of a record, as they will be coded, of whole rows if they can be: all of a small record's."""
     count = place.grid.block_count
     blocks = count if count <= 2 else max(2, min(_JUDGED_SLICES, 1 + count // 4))
-    step = judged_nbytes(element)
+    step, row_nbytes = judged_nbytes(element), columns * element.nbytes
+    if 0 < row_nbytes < step:
+        step -= step % row_nbytes
     found: list[U8] = []
     for number in _spread(blocks, count):
         block = _block(place, number, scratch)

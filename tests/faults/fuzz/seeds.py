@@ -10,13 +10,13 @@ import zipfile
 import torch
 import zstandard
 
-from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
+from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, RowCol, Zstd
 from dcp_nvcomp.codecs.base import Coder
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, decode_trailer
 from tests.format.forgery import deflate_stream, padded, small_forgery
 from tests.format.library import write_file
 from tests.format.metadata import assembler as asm
-from tests.format.strategies import CHAINS, floats
+from tests.format.strategies import CHAINS, floats, moments
 
 from .parts import REPAIR_ALL, FileParts
 
@@ -59,6 +59,11 @@ def _records(chain: CodecChain, dtype: str, count: int, sign: str = "any") -> by
     return _parts(write_file([(description, chain, floats(dtype, count, sign, 1))]))
 
 
+def _predicted(width: int, dtype: str, sign: str) -> bytes:
+    description = {"fqn": "w", "shape": [24, 16], "dtype": dtype, "block_shape": [24, 16]}
+    return _parts(write_file([(description, CodecChain(RowCol(width, 16), Zstd(256)), moments(width, 24, 16, sign))]))
+
+
 def zstd_bomb(blocks: int) -> bytes:
     """A zstd frame of RLE blocks: each 4 bytes long, and 128 KiB of zeros when decoded. It does not say its size."""
     block, last = (((1 << 17) << 3 | 1 << 1 | is_last).to_bytes(3, "little") + b"\0" for is_last in (0, 1))
@@ -80,6 +85,7 @@ def _decode() -> list[bytes]:
         found += [_records(CodecChain(Planes(2), coder), "bfloat16", 64, "positive")]
         found += [_records(CodecChain(Planes(4, ("low", "exponent")), coder), "float32", 48, "negative")]
         found += [_records(CodecChain(Bytes(), coder), "float32", 40)]
+    found += [_predicted(2, "bfloat16", "positive"), _predicted(4, "float32", "any")]
     found += [_records(CodecChain(Planes(8, ("rest", "exponent")), Zstd(64)), "float64", 24)]
     found += [_bomb(Zstd(4096), zstd_bomb(1000)), _bomb(Deflate(1 << 20), deflate_stream(bytes(1 << 21)))]
     found += [_records(CodecChain(Planes(4, ()), None), "float32", 32), _records(CHAINS["none"], "float16", 16)]

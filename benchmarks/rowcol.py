@@ -1,0 +1,113 @@
+"""`rowcol`: what prediction from rows and columns gains on states of models trained here, and on real state.
+
+"without" is the same code whose `auto` has no chain that predicts. Sizes are those of whole data files. Speeds are of
+whole save and load jobs in memory, as `dcp-nvcomp bench` measures them, both in turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+from benchmarks.measuring import Settings, Spread, core_count
+from benchmarks.results import Report
+from benchmarks.states import COMPONENTS, State, component, load_state, nbytes_of
+from benchmarks.trained_models import MODELS, trained
+from dcp_nvcomp.advising.measuring import CodecRates, measure_codec
+from dcp_nvcomp.codecs import choose
+
+_SEEDS = (1, 2)
+
+
+@contextmanager
+def _without() -> Iterator[None]:
+    with patch.object(choose, "predicted_exponents", lambda element, columns: None):
+        yield
+
+
+def run(settings: Settings) -> Report:
+    report = Report("rowcol", settings)
+    steps = 3 if settings.quick else 150
+    states: dict[str, State] = {}
+    for model in MODELS:
+        for seed in _SEEDS[:1] if settings.quick else _SEEDS:
+            settings.say(f"{model}, seed {seed}: {steps} steps")
+            for kind, tensors in trained(model, seed, steps).items():
+                for name, tensor in tensors.items():
+                    states.setdefault(f"{model}, {seed}", {})[f"{kind}.{name}"] = tensor
+    _add_sizes(report, states, load_state(settings.state))
+    mix = {f"{name}.{key}": tensor for name, state in states.items() for key, tensor in state.items()}
+    _add_speeds(report, settings, {"fp32": mix, "bf16": {key: tensor.bfloat16() for key, tensor in mix.items()}})
+    return report
+
+
+def _ratio(state: State) -> float:
+    return measure_codec(state, "auto", threads=core_count(), seconds=0.01).ratio  # which remembers nothing
+
+
+def _add_sizes(report: Report, states: dict[str, State], real: State) -> None:
+    table = report.table(
+        "sizes",
+        "Uncompressed over stored size, after training on the CPU with AdamW in fp32; bf16: the same, rounded",
+        state=("state", ""),
+        part=("part", ""),
+        without=("without", ".3f"),
+        ratio=("with", ".3f"),
+        gain=("gain", ".3f"),
+    )
+    gains: dict[str, list[float]] = {}
+
+    def add(name: str, part: str, state: State) -> None:
+        with _without():
+            without = _ratio(state)
+        ratio = _ratio(state)
+        table.add(state=name, part=part, without=without, ratio=ratio, gain=ratio / without)
+        gains.setdefault(part, []).append(ratio / without)
+
+    for name, state in states.items():
+        for kind in ("w", "m", "v"):
+            add(name, kind, {key: tensor for key, tensor in state.items() if key.startswith(f"{kind}.")})
+        add(name, "w + m + v", state)
+        for kind in ("w", "m", "v"):
+            part = {key: tensor.bfloat16() for key, tensor in state.items() if key.startswith(f"{kind}.")}
+            add(name, f"{kind}, bf16", part)
+    trained_gains = {part: min(found) for part, found in gains.items()}
+    for kind, words in COMPONENTS.items():
+        add("real state", words, {key: tensor for key, tensor in real.items() if component(key) == kind})
+    add("real state", "together", real)
+    report.at_least("w + m + v, the least gain of all models", trained_gains["w + m + v"], 1.025)
+    report.at_least("v, the least gain", trained_gains["v"], 1.05)
+    report.at_least("v in bf16, the least gain", trained_gains["v, bf16"], 1.14)
+    report.at_least("all states, the least gain", min(min(found) for found in gains.values()), 1 / 1.001)
+    report.at_least("real state together, ratio", table.rows[-1]["ratio"], 1.325)
+
+
+def _add_speeds(report: Report, settings: Settings, mixes: dict[str, State]) -> None:
+    threads, repeats = core_count(), settings.repeats_or(5)
+    table = report.table(
+        "speeds",
+        f"All of these states, {threads} threads: median (lowest-highest) of {repeats}",
+        state=("w + m + v", ""),
+        chooser=("auto", ""),
+        encode_rate=("encode, MB/s", ".0f"),
+        decode_rate=("decode, MB/s", ".0f"),
+    )
+    for name, mix in mixes.items():
+        settings.say(f"speeds of {nbytes_of(mix) / 1e6:.0f} MB, {name}")
+        found: dict[str, list[CodecRates]] = {"without": [], "with": []}
+        for _ in range(repeats):  # in turn, so that whatever else the machine does falls on both alike
+            for chooser, rates in found.items():
+                seconds = 0.01 if settings.quick else 2.0
+                with _without() if chooser == "without" else nullcontext():
+                    rates.append(measure_codec(mix, "auto", threads=threads, seconds=seconds))
+        for chooser, rates in found.items():
+            encode, decode = (tuple(getattr(one, f"{way}_rate") / 1e6 for one in rates) for way in ("encode", "decode"))
+            table.add(state=name, chooser=chooser, encode_rate=Spread(encode), decode_rate=Spread(decode))
+        for way in ("encode", "decode"):
+            ratios = [
+                getattr(after, f"{way}_rate") / getattr(before, f"{way}_rate")
+                for before, after in zip(found["without"], found["with"], strict=True)
+            ]
+            report.at_least(f"{way} beside without, {name}", statistics.median(ratios), 1.0)

@@ -1,0 +1,143 @@
+"""`auto` predicts floats from their rows and columns where that pays, and nowhere else; a file says so if it does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_nvcomp import NvcompWriter
+from dcp_nvcomp.codecs import CodecChain, RowCol
+from dcp_nvcomp.codecs.base import ELEMENT_TYPES
+from dcp_nvcomp.codecs.choose import Judge, columns_of, literal_exponents, predicted_exponents
+from dcp_nvcomp.errors import UnsupportedVersionError
+from dcp_nvcomp.format import footer as module
+from dcp_nvcomp.format.block_grid import row_grid
+from dcp_nvcomp.format.record import KIND_TENSOR, Record
+from dcp_nvcomp.saving.encode import choices
+from dcp_nvcomp.saving.encode.choices import RememberedChoices, device_choice
+from tests.checkpoints import assert_loads
+from tests.codecs.rowcol_floats import floats_of
+from tests.format.independent_reader import read_data_file
+from tests.format.library import read_footer
+
+State = dict[str, torch.Tensor]
+
+
+def moments(rows: int, columns: int, seed: int = 1, *, width: int = 4, kind: str = "moments") -> torch.Tensor:
+    raw = floats_of(np.random.default_rng(seed), rows * columns, columns, width, kind)
+    dtype = torch.float32 if width == 4 else torch.bfloat16
+    return torch.from_numpy(raw.copy()).view(dtype).reshape(rows, columns)
+
+
+def weights(rows: int, columns: int) -> torch.Tensor:
+    return 0.02 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+
+
+def saved(path: Path, state: State, **options: Any) -> dict[str, CodecChain]:
+    """Save, load and compare; returns the chain of each tensor."""
+    dcp.save(state, checkpoint_id=path, storage_writer=NvcompWriter(path, **options), no_dist=True)
+    assert_loads(path, state)
+    records = [record for file in path.glob("*.distcp") for record in read_footer(file.read_bytes()).records]
+    return {record.fqn: record.chain for record in records if record.chain is not None and record.fqn}
+
+
+def features(path: Path) -> list[list[str]]:
+    found = []
+    for file in path.glob("*.distcp"):
+        data = file.read_bytes()
+        text = data[data.index(b'{"save_id"') :]
+        found.append(json.JSONDecoder().raw_decode(text.decode("utf-8", "replace"))[0]["features"])
+    return found
+
+
+def test_it_predicts_second_moments_of_matrices(tmp_path: Path) -> None:
+    state = {
+        "a": moments(300, 512),
+        "b": moments(2048, 1024),
+        "c": moments(300, 512, width=2),
+        "d": moments(1100, 1030),
+    }
+    chains = saved(tmp_path, state)
+    columns = {fqn: getattr(chain.array_to_bytes, "columns", None) for fqn, chain in chains.items()}
+    assert columns == {"a": 512, "b": 512, "c": 512, "d": 515}
+    assert features(tmp_path) == [["rowcol"]]
+    (file,) = tmp_path.glob("*.distcp")
+    for (fqn, _), (*_, elements) in read_data_file(file.read_bytes()).items():
+        assert elements == state[fqn].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_all_else_is_as_before(tmp_path: Path) -> None:
+    """Weights, vectors, flattened shards, whole numbers, and floats of other types: older versions read the file."""
+    flat = moments(512, 512).reshape(-1)
+    state = {"w": weights(512, 512), "flat": flat, "half": weights(512, 512).half(), "double": flat.double()}
+    state |= {"ids": torch.arange(1 << 18).reshape(512, 512), "small": moments(8, 8), "row": flat[None]}
+    chains = saved(tmp_path, state)
+    assert not any(isinstance(chain.array_to_bytes, RowCol) for chain in chains.values())
+    assert features(tmp_path) == [[]]
+
+
+def test_a_name_asks_for_planes_alone(tmp_path: Path) -> None:
+    saved(tmp_path, {"v": moments(512, 512)}, codec="planes-zstd")
+    assert features(tmp_path) == [[]]
+
+
+def test_a_chain_can_be_asked_for(tmp_path: Path) -> None:
+    chain = predicted_exponents(ELEMENT_TYPES["float32"], 512)
+    assert chain is not None
+    chains = saved(tmp_path, {"w": weights(512, 512)}, codec=chain)
+    assert chains["w"].array_to_bytes == RowCol(4, 512)
+    assert features(tmp_path) == [["rowcol"]]
+
+
+def test_a_reader_without_it_refuses_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, {"v": moments(512, 512)})
+    monkeypatch.setattr(module, "FEATURES", frozenset())
+    (file,) = tmp_path.glob("*.distcp")
+    with pytest.raises(UnsupportedVersionError, match=r"features that this reader does not know: \['rowcol'\]. Update"):
+        read_footer(file.read_bytes())
+
+
+def test_later_layers_take_what_the_first_one_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+    judge = Judge.judge
+    monkeypatch.setattr(Judge, "judge", lambda self, *given: judged.append(1) or judge(self, *given))
+    state = {f"layers.{i}.exp_avg_sq": moments(300, 512, i) for i in range(5)}
+    chains = saved(tmp_path, state, thread_count=1)
+    assert {chain.array_to_bytes for chain in chains.values()} == {RowCol(4, 512)}
+    assert len(judged) == 1
+
+
+def test_a_device_gets_nothing_predicted() -> None:
+    """There is no kernel for it: not what a copy on the host got, nor what its kin did."""
+    element, tensor = ELEMENT_TYPES["float32"], moments(300, 512)
+    predicted, look = predicted_exponents(element, 512), Judge().look(element, choices._device_sample(tensor))
+    assert predicted is not None
+    assert look.is_dense
+    grid = row_grid((300, 512), 4)
+    record = Record(
+        KIND_TENSOR, "layers.0.v", (300, 512), (0, 0), (300, 512), element, grid=grid, block_count=grid.block_count
+    )
+    for known in ("layers.0.v", "layers.1.v"):
+        remembered = RememberedChoices()
+        remembered.keep(Record(KIND_TENSOR, known, (300, 512), (0, 0), (300, 512), element), look, predicted)
+        remembered.achieved(Record(KIND_TENSOR, known, (300, 512), (0, 0), (300, 512), element), 0.75)
+        for _ in range(3):
+            choice = device_choice(record, tensor, remembered, Judge())
+            assert choice.chain == literal_exponents(element)
+
+
+@pytest.mark.parametrize(
+    ("block_shape", "columns"),
+    [
+        *(((), 0), ((1,), 0), ((4096,), 0), ((1, 4096), 0), ((4096, 1), 0), ((128, 256), 256), ((1, 1, 79, 384), 384)),
+        *(((64, 32, 3, 3), 288), ((512, 1, 3, 3), 9), ((4, 64, 64), 64), ((1, 1, 8, 1), 0)),
+    ],
+)
+def test_columns_of_blocks(block_shape: tuple[int, ...], columns: int) -> None:
+    assert columns_of(block_shape) == columns
