@@ -9,7 +9,7 @@ A filter of the two planes that `planes` makes, of 8 bits each, and not of float
 - Eleven bits are predicted, the exponent and three of the mantissa, in eighths of an octave. What is left is coded as
   one byte, of which 127 values cover eight octaves to both sides, as many as the encoder of literals has codes for.
 - A row's mean is kept in two bytes, of which a bit pattern can't be too large; what a column has beside that in one,
-  clipped. Finer units (a 256th of an octave was tried) cost more bytes for vectors than they save in symbols.
+  clipped. Finer units (a 128th of an octave was tried) cost more bytes for vectors than they save in symbols.
 - All below is stored as before. So a reader needs no more memory, `rest` has room for everything that is new, and a
   block for which it does not pay, or that has too many floats far from what is expected, is one of `planes`.
 - Escaped floats have no positions, which a file could set anywhere: they are those with the symbol zero.
