@@ -181,7 +181,7 @@ def _run(seed: int, where: Path) -> History:
 
 @pytest.mark.parametrize("part", range(4))
 def test_each_checkpoint_keeps_its_values_whatever_happens(tmp_path: Path, part: int) -> None:
-    count = 300 if THOROUGH else 12
+    count = 300 if THOROUGH else 6
     histories = [_run(seed, tmp_path) for seed in range(part * count, (part + 1) * count)]
     assert sum(history.shared for history in histories) > count
     assert sum(history.killed for history in histories) > count / 2
