@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -27,6 +29,12 @@ def test_info() -> None:
 def test_why_a_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "dcp_nvcomp.codecs.coders._literals", None)
     assert environment.info().kernels["literals kernel"].startswith("not compiled, so numpy and libzstd do its work")
+
+
+def test_every_kernel_that_is_built_is_listed() -> None:
+    setup = (Path(dcp_nvcomp.__file__).parents[1] / "setup.py").read_text()
+    built = re.findall(r'^    "(dcp_nvcomp[.\w]+)",$', setup, re.MULTILINE)
+    assert sorted(built) == sorted(environment._KERNELS.values())
 
 
 def test_version() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -20,6 +22,7 @@ from dcp_nvcomp.errors import ConfigurationError, CorruptDataError, FormatError
 from tests.effort import examples
 
 from .rowcol_floats import HOSTILE, KINDS, floats_of, hostile
+from .sanitizers import compile_sanitized, run_sanitized
 
 DRAWN = settings(
     max_examples=examples(100),
@@ -103,6 +106,72 @@ def test_both_kernels_make_the_same(width: int, rows: int, columns: int, last: i
             flags, planes = split(codec, raw)
             made.append((flags, [plane.tobytes() for plane in planes]))
     assert made[0] == made[1]
+
+
+def split_planes(rows: int, columns: int, value: int, short: int) -> tuple[U8, U8]:
+    """Return planes `rest` and `exponent` of positive floats whose 11 bits are about `value`, the last row shorter."""
+    random = np.random.default_rng(1)
+    values = value + random.integers(-60, 60, (rows, 1)) + random.integers(-60, 60, columns)
+    values = np.clip(values + random.integers(-4, 5, (rows, columns)), 0, 2047).reshape(-1)[: rows * columns - short]
+    return ((values & 7) << 4 | random.integers(0, 16, values.size)).astype(np.uint8), (values >> 3).astype(np.uint8)
+
+
+def predicted_by(module: ModuleType, planes: tuple[U8, U8], columns: int) -> tuple[int, bytes, bytes]:
+    rest, exponent = (plane.copy() for plane in planes)
+    flags = module.predict_planes(rest, exponent, columns, 1)
+    nbytes = predicted_nbytes(rest.size, columns, flags) if flags else rest.size
+    return flags, rest[:nbytes].tobytes(), exponent.tobytes()
+
+
+# Rows longer and columns taller than what is summed in 16 bits, with values up to the highest, those of infinities; and
+# as many rows as a predicted block can have, and one more.
+WIDE = [
+    *((rows, columns, value) for rows, columns in ((8, 4096), (64, 2000), (300, 512)) for value in (860, 2000)),
+    *((4, 65536, 300), (65535, 5, 1000), (65536, 5, 1000)),
+]
+
+
+@pytest.mark.parametrize(("rows", "columns", "value"), WIDE)
+def test_both_kernels_make_the_same_of_large_matrices(rows: int, columns: int, value: int) -> None:
+    compiled = pytest.importorskip("dcp_nvcomp.codecs.transforms._rowcol")
+    for short in (0, columns // 3):
+        planes = split_planes(rows, columns, value, short)
+        made = [predicted_by(module, planes, columns) for module in (compiled, rowcol_numpy)]
+        assert made[0] == made[1]
+        assert bool(made[0][0]) == (rows <= 65535)
+
+
+SANITIZED = """
+made = []
+for rest, exponent, columns in pickle.load(open(sys.argv[2], "rb")):
+    rest, exponent = bytearray(rest), bytearray(exponent)
+    made.append((kernels.predict_planes(rest, exponent, columns, 1), bytes(rest), bytes(exponent)))
+restored = []
+for packed, symbols, columns, flags in pickle.load(open(sys.argv[3], "rb")):
+    rest, exponent = bytearray(len(symbols)), bytearray(len(symbols))
+    kernels.restore_planes(packed, symbols, rest, exponent, columns, flags)
+    restored.append((bytes(rest), bytes(exponent)))
+pickle.dump((made, restored), open(sys.argv[4], "wb"))
+"""
+
+
+@pytest.mark.ci
+def test_under_sanitizers(tmp_path: Path) -> None:
+    cases = [(*split_planes(*shape, shape[1] // 3), shape[1]) for shape in WIDE]
+    expected = [predicted_by(rowcol_numpy, (rest, exponent), columns) for rest, exponent, columns in cases]
+    packed = [
+        (rest, symbols, case[2], flags) for (flags, rest, symbols), case in zip(expected, cases, strict=True) if flags
+    ]
+    (tmp_path / "cases").write_bytes(pickle.dumps([(bytes(rest), bytes(exponent), c) for rest, exponent, c in cases]))
+    (tmp_path / "packed").write_bytes(pickle.dumps(packed))
+    paths = [tmp_path / name for name in ("cases", "packed", "made")]
+    run_sanitized(SANITIZED, compile_sanitized(tmp_path, "transforms/_rowcol.c"), *paths)
+    made, restored = pickle.loads(paths[2].read_bytes())
+    assert [
+        (flags, rest[: len(e[1])], exponent) for (flags, rest, exponent), e in zip(made, expected, strict=True)
+    ] == expected
+    originals = [(bytes(rest), bytes(exponent)) for (rest, exponent, _), e in zip(cases, expected, strict=True) if e[0]]
+    assert restored == originals
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_nvcomp import NvcompWriter
-from dcp_nvcomp.codecs import CodecChain, RowCol
+from dcp_nvcomp.codecs import CodecChain, Planes, RowCol
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from dcp_nvcomp.codecs.choose import Judge, columns_of, literal_exponents, predicted_exponents
 from dcp_nvcomp.errors import UnsupportedVersionError
@@ -20,7 +20,7 @@ from dcp_nvcomp.format import footer as module
 from dcp_nvcomp.format.block_grid import row_grid
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.saving.encode import choices
-from dcp_nvcomp.saving.encode.choices import RememberedChoices, device_choice
+from dcp_nvcomp.saving.encode.choices import ChoiceMemory, device_choice
 from tests.checkpoints import assert_loads
 from tests.codecs.rowcol_floats import floats_of
 from tests.format.independent_reader import read_data_file
@@ -35,8 +35,22 @@ def moments(rows: int, columns: int, seed: int = 1, *, width: int = 4, kind: str
     return torch.from_numpy(raw.copy()).view(dtype).reshape(rows, columns)
 
 
+def disturbed(floats: torch.Tensor, noise: float) -> torch.Tensor:
+    """Return them times powers of two, with a standard deviation of `noise` in the exponent."""
+    generator = torch.Generator().manual_seed(1)
+    return floats * torch.exp2(noise * torch.randn(floats.shape, generator=generator))
+
+
 def weights(rows: int, columns: int) -> torch.Tensor:
     return 0.02 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    found: list[int] = []
+    judge = Judge.judge
+    monkeypatch.setattr(Judge, "judge", lambda self, *given: found.append(1) or judge(self, *given))
+    return found
 
 
 def saved(path: Path, state: State, **options: Any) -> dict[str, CodecChain]:
@@ -103,10 +117,7 @@ def test_a_reader_without_it_refuses_the_file(tmp_path: Path, monkeypatch: pytes
         read_footer(file.read_bytes())
 
 
-def test_later_layers_take_what_the_first_one_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judged = []
-    judge = Judge.judge
-    monkeypatch.setattr(Judge, "judge", lambda self, *given: judged.append(1) or judge(self, *given))
+def test_later_layers_take_what_the_first_one_got(tmp_path: Path, judged: list[int]) -> None:
     state = {f"layers.{i}.exp_avg_sq": moments(300, 512, i) for i in range(5)}
     chains = saved(tmp_path, state, thread_count=1)
     assert {chain.array_to_bytes for chain in chains.values()} == {RowCol(4, 512)}
@@ -114,22 +125,58 @@ def test_later_layers_take_what_the_first_one_got(tmp_path: Path, monkeypatch: p
 
 
 def test_a_device_gets_nothing_predicted() -> None:
-    """There is no kernel for it: not what a copy on the host got, nor what its kin did."""
+    """There is no kernel for it, also for what a copy on the host would have got."""
     element, tensor = ELEMENT_TYPES["float32"], moments(300, 512)
-    predicted, look = predicted_exponents(element, 512), Judge().look(element, choices._device_sample(tensor))
-    assert predicted is not None
-    assert look.is_dense
+    assert Judge().look(element, choices._device_sample(tensor)).is_dense
     grid = row_grid((300, 512), 4)
     record = Record(
         KIND_TENSOR, "layers.0.v", (300, 512), (0, 0), (300, 512), element, grid=grid, block_count=grid.block_count
     )
-    for known in ("layers.0.v", "layers.1.v"):
-        remembered = RememberedChoices()
-        remembered.keep(Record(KIND_TENSOR, known, (300, 512), (0, 0), (300, 512), element), look, predicted)
-        remembered.achieved(Record(KIND_TENSOR, known, (300, 512), (0, 0), (300, 512), element), 0.75)
-        for _ in range(3):
-            choice = device_choice(record, tensor, remembered, Judge())
-            assert choice.chain == literal_exponents(element)
+    remembered = ChoiceMemory()
+    for _ in range(3):
+        choice = device_choice(record, tensor, remembered, Judge())
+        choice.achieved(0.8)
+        assert choice.chain == literal_exponents(element)
+
+
+def test_what_comes_to_be_predictable_is_predicted(tmp_path: Path, judged: list[int]) -> None:
+    """As Adam's second moment, one noisy square at the first step; one layer is judged for all, once."""
+    smooth = {f"layers.{i}.exp_avg_sq": moments(300, 512, i) for i in range(3)}
+    noisy = {fqn: disturbed(v, 8.0) for fqn, v in smooth.items()}
+    chains = [
+        {chain.array_to_bytes for chain in saved(tmp_path, state, thread_count=1, overwrite=True).values()}
+        for state in (noisy, smooth, smooth)
+    ]
+    assert chains == [{Planes(4)}, {RowCol(4, 512)}, {RowCol(4, 512)}]
+    assert len(judged) == 2
+
+
+def test_what_looks_as_before_is_judged_in_every_sixteenth_save(tmp_path: Path, judged: list[int]) -> None:
+    """Neither its exponents nor the size as planes show that rows and columns have come to predict it."""
+    state = {f"layers.{i}.v": moments(300, 512, i) for i in range(2)}
+    order = torch.randperm(300 * 512, generator=torch.Generator().manual_seed(1))
+    shuffled = {fqn: v.reshape(-1)[order].reshape(v.shape) for fqn, v in state.items()}
+    saves = [shuffled, *[state] * 16]
+    codecs = [
+        {chain.array_to_bytes for chain in saved(tmp_path, one, thread_count=1, overwrite=True).values()}
+        for one in saves
+    ]
+    assert codecs == [{Planes(4)}] * 16 + [{RowCol(4, 512)}]
+    assert len(judged) == 2
+
+
+@pytest.mark.parametrize(("noise", "is_predicted"), [(2.5, True), (3.5, False)], ids=["3 %", "1 %"])
+def test_it_predicts_what_gains_two_hundredths(tmp_path: Path, noise: float, *, is_predicted: bool) -> None:
+    state = {"v": disturbed(moments(300, 512), noise)}
+    chains = saved(tmp_path / "auto", state)
+    assert isinstance(chains["v"].array_to_bytes, RowCol) == is_predicted
+    chain = predicted_exponents(ELEMENT_TYPES["float32"], 512)
+    sizes = []
+    for codec in (chain, "planes-zstd"):
+        path = tmp_path / f"{len(sizes)}"
+        saved(path, state, codec=codec)
+        sizes.append(sum(file.stat().st_size for file in path.glob("*.distcp")))
+    assert (1.02 < sizes[1] / sizes[0] < 1.04) if is_predicted else (1.005 < sizes[1] / sizes[0] < 1.02)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ enum {
     VALUE_SYMBOLS = 128,      /* of which 0 stands for an escape */
     MAX_ROWS = 0xFFFF,    /* of a block that is predicted: so sums fit */
     MAX_COLUMNS = 1 << 20,
+    MOST_FLOATS = 1 << 24, /* of a block that is predicted: so flags have room for the number of escapes */
     SUMMED_WORDS = 128, /* at a time: as many pairs of bytes fit into 16 bits */
     SUMMED_ROWS = 32,    /* at a time: as many values fit into 16 bits */
     JUDGED = 1024,      /* floats of a block by which it is judged whether prediction pays */
@@ -212,7 +213,7 @@ static size_t predict_room(size_t count, size_t columns) {
 
 /* Whether a block of this shape is predicted at all. */
 static int is_predictable(Matrix m, uint32_t flags) {
-    return m.count >= 2 * m.columns && m.rows <= MAX_ROWS && predicted_nbytes(m, flags) <= m.count;
+    return m.count >= 2 * m.columns && m.rows <= MAX_ROWS && m.count <= MOST_FLOATS && predicted_nbytes(m, flags) <= m.count;
 }
 
 /* Predicts the values of a block that was split, in place; returns its flags, 0 if that does not pay and nothing was

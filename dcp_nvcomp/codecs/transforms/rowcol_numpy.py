@@ -20,6 +20,7 @@ _SAME_SIGN, _NEGATIVE = 1, 2
 _FLAGS_OF_SEEN = {1: _SAME_SIGN, 2: _SAME_SIGN | _NEGATIVE}
 _MIDDLE, _SYMBOLS, _VALUES = 64, 128, 2048
 _MAX_ROWS = 0xFFFF  # of a block that is predicted
+_MOST_FLOATS = 1 << 24  # of a block that is predicted: so flags have room for the number of escapes
 _JUDGED = 1024  # floats of a block by which it is judged whether prediction pays
 _LOG_SCALE = 256
 _WORTHWHILE = 16  # what it has to gain for each float, in bits of that scale
@@ -47,7 +48,12 @@ def predict_planes(rest: U8, exponent: U8, columns: int, seen: int) -> int:
     if rest.size != count or not 0 < columns <= MAX_COLUMNS:
         raise ValueError("The planes are not those of this block.")
     flags, rows = PREDICTED | _FLAGS_OF_SEEN.get(seen, 0), -(-count // columns)
-    if count < 2 * columns or rows > _MAX_ROWS or predicted_nbytes(count, columns, flags) > count:
+    if (
+        count < 2 * columns
+        or rows > _MAX_ROWS
+        or count > _MOST_FLOATS
+        or predicted_nbytes(count, columns, flags) > count
+    ):
         return 0
     values = _values(rest, exponent)
     row, column = _vectors(values, columns)

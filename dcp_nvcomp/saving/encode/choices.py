@@ -2,11 +2,14 @@
 
 `auto` chooses when a record is encoded, and is remembered from save to save: a record that looks as it did gets the
 chain that it had, unless its ratio has drifted, and dense floats that of others of their tensor, as layers differ in
-their numbers only: planes, or predicted ones. Of anything else slices are coded by every chain that could win.
+their numbers only: planes, or predicted ones. Of anything else slices are coded by every chain that could win. Whether
+rows and columns predict floats shows neither in a look nor in a size, and Adam's second moment comes to be predictable
+only as it averages more steps: so one of each such tensor is judged again in every 16th save.
 
 For a tensor on a device, `device_choice` chooses when it is fed: a look costs a copy to the host, which waits for the
 device. So what an earlier save chose for dense floats is used without one, but in every 16th save (mantissas that are
-rounded don't change the size), and forgotten if its size surprises. Nothing is predicted there: no kernel does that.
+rounded don't change the size), and forgotten if its size surprises. Nothing is predicted there, as no kernel does that,
+so devices and the host remember apart.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import math
 import re
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,6 +37,7 @@ from dcp_nvcomp.codecs.choose import (
     is_predicted,
     judged_nbytes,
     literal_exponents,
+    predicted_exponents,
     sample_nbytes,
 )
 from dcp_nvcomp.codecs.registry import check_chain
@@ -60,25 +64,33 @@ _DIGITS = re.compile(r"\d+")
 _Key = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
+@dataclass(frozen=True, eq=False)
+class _Kin:
+    """The chain of dense floats of one name but for its numbers, from one judgement."""
+
+    chain: CodecChain
+
+
 @dataclass
 class _Kept:
     """A choice, what it was made for, and what it came to (stored over uncompressed size) when first used."""
 
     look: Look
     chain: CodecChain
+    kin: _Kin | None
     achieved: float | None = None
-    trusted: int = 0  # how often without a look
+    uses: int = 0  # in later saves: without a look on a device, without a judgement on the host
 
     def expects(self, ratio: float) -> bool:
         return self.achieved is not None and abs(ratio - self.achieved) <= _DRIFT * self.achieved
 
 
-class RememberedChoices:
+class ChoiceMemory:
     """The choices of earlier saves. Any thread may use it: each step is one operation on a dict."""
 
     def __init__(self) -> None:
         self._kept: dict[_Key, _Kept] = {}
-        self._dense: dict[tuple[str, str, tuple[int, ...]], CodecChain] = {}
+        self._dense: dict[tuple[str, str, tuple[int, ...]], _Kin] = {}
 
     def recall(self, record: Record, look: Look) -> CodecChain | None:
         """Return what an earlier save chose for this shard, if it still looks the same."""
@@ -94,12 +106,19 @@ class RememberedChoices:
 
     def trust_unseen(self, record: Record) -> CodecChain | None:
         """`trust` it, if it was looked at in one of the last saves."""
-        chain = self.trust(record)
-        if chain is None or is_predicted(chain):
+        chain, kept = self.trust(record), self._kept.get(_key(record))
+        if chain is None or kept is None:
             return None
-        kept = self._kept[_key(record)]
-        kept.trusted = (kept.trusted + 1) % _LOOK_EVERY
-        return chain if kept.trusted else None
+        kept.uses = (kept.uses + 1) % _LOOK_EVERY
+        return chain if kept.uses else None
+
+    def age(self, record: Record) -> None:
+        """Forget a choice for dense floats that has served `_LOOK_EVERY` saves."""
+        kept = self._kept.get(_key(record))
+        if kept is not None and kept.kin is not None:
+            kept.uses += 1
+            if kept.uses >= _LOOK_EVERY:
+                self.forget(record)
 
     def expects(self, record: Record, ratio: float) -> bool:
         """Return True if a choice that was trusted came to what it had come to before."""
@@ -108,15 +127,25 @@ class RememberedChoices:
 
     def of_dense_kin(self, record: Record) -> CodecChain | None:
         """Return the chain of a tensor of the same name, but for numbers, shape and dtype that was judged dense."""
-        return self._dense.get(_kind(record))
+        kin = self._dense.get(_kind(record))
+        return kin.chain if kin is not None else None
 
     def keep(self, record: Record, look: Look, chain: CodecChain) -> None:
         if len(self._kept) >= _MOST_REMEMBERED:
             self._kept.clear()
             self._dense.clear()
-        self._kept[_key(record)] = _Kept(look, chain)
+        kin = None
         if look.is_dense and _is_of_dense(chain, record.element):
-            self._dense[_kind(record)] = chain
+            kin = self._dense.get(_kind(record))
+            if kin is None or kin.chain != chain:
+                kin = self._dense[_kind(record)] = _Kin(chain)
+        self._kept[_key(record)] = _Kept(look, chain, kin)
+
+    def forget(self, record: Record) -> None:
+        """Forget a choice, and the judgement that it came from: others that have that one find what is judged next."""
+        kept = self._kept.pop(_key(record), None)
+        if kept is not None and kept.kin is not None and kept.kin is self._dense.get(_kind(record)):
+            self._dense.pop(_kind(record), None)
 
     def achieved(self, record: Record, ratio: float) -> None:
         """Take note of what a choice came to, and forget it if that has drifted."""
@@ -126,7 +155,15 @@ class RememberedChoices:
         if kept.achieved is None:
             kept.achieved = ratio
         elif not kept.expects(ratio):
-            self._kept.pop(_key(record), None)
+            self.forget(record)
+
+
+@dataclass(frozen=True)
+class RememberedChoices:
+    """What a process remembers of tensors in host memory and of those on devices."""
+
+    host: ChoiceMemory = field(default_factory=ChoiceMemory)
+    device: ChoiceMemory = field(default_factory=ChoiceMemory)
 
 
 def _is_of_dense(chain: CodecChain, element: ElementType) -> bool:
@@ -150,7 +187,7 @@ class _Place(NamedTuple):
 
 class AutoChoice(ChainChoice):
     def __init__(
-        self, record: Record, array: HostArray, grid: BlockGrid, remembered: RememberedChoices | None = None
+        self, record: Record, array: HostArray, grid: BlockGrid, remembered: ChoiceMemory | None = None
     ) -> None:
         super().__init__(None if array.nbytes >= TINY_NBYTES else STORED)
         self._record = record
@@ -174,6 +211,8 @@ class AutoChoice(ChainChoice):
             assert self._place is not None and self._remembered is not None
             # a glance only now: the tensor has just come into the cache, and each place would have to be waited for
             is_as_before = self._remembered.expects(self._record, ratio)
+            if not is_as_before:
+                self._remembered.forget(self._record)
             if not is_as_before or not _seems_random(self._place.array, self._record.element):
                 self._chain = self._chosen(self._place, self._remembered, bench)
             self._is_trusted, self._place = False, None
@@ -187,6 +226,8 @@ class AutoChoice(ChainChoice):
         remembered = self._remembered
         if remembered is None:
             return self._judged(place, bench)
+        if predicted_exponents(self._record.element, columns_of(place.grid.block_shape)) is not None:
+            remembered.age(self._record)
         may_trust = place.grid.block_count == 1 and place.array.flags.c_contiguous
         trusted = remembered.trust(self._record) if may_trust else None
         if trusted is None:
@@ -194,12 +235,13 @@ class AutoChoice(ChainChoice):
         self._is_trusted = True
         return trusted
 
-    def _chosen(self, place: _Place, remembered: RememberedChoices, bench: Workbench) -> CodecChain:
+    def _chosen(self, place: _Place, remembered: ChoiceMemory, bench: Workbench) -> CodecChain:
         element = self._record.element
         look = bench.judge.look(element, _sample(place, element, bench.scratch))
         chain = remembered.recall(self._record, look)
         if chain is not None:
             return chain
+        remembered.forget(self._record)
         kin = remembered.of_dense_kin(self._record) if look.is_dense else None
         is_alike = kin is not None and not _repeats(place, element, bench.scratch)
         chain = kin if is_alike and kin is not None else self._judged(place, bench)
@@ -214,7 +256,7 @@ class AutoChoice(ChainChoice):
 class _KeptChain(ChainChoice):
     """A chain that the next save recalls, as long as its records come to the same size."""
 
-    def __init__(self, chain: CodecChain, record: Record, remembered: RememberedChoices) -> None:
+    def __init__(self, chain: CodecChain, record: Record, remembered: ChoiceMemory) -> None:
         super().__init__(chain)
         self._record = record
         self._remembered = remembered
@@ -223,7 +265,7 @@ class _KeptChain(ChainChoice):
         self._remembered.achieved(self._record, ratio)
 
 
-def device_choice(record: Record, tensor: torch.Tensor, remembered: RememberedChoices, judge: Judge) -> ChainChoice:
+def device_choice(record: Record, tensor: torch.Tensor, remembered: ChoiceMemory, judge: Judge) -> ChainChoice:
     """Return what `auto` chooses for a tensor on a device, without lazy bits."""
     element, nbytes = record.element, tensor.numel() * tensor.element_size()
     if nbytes < TINY_NBYTES:
@@ -232,7 +274,8 @@ def device_choice(record: Record, tensor: torch.Tensor, remembered: RememberedCh
     if chain is None:
         look = judge.look(element, _device_sample(tensor))
         chain = remembered.recall(record, look)
-        if chain is None or is_predicted(chain):
+        if chain is None:
+            remembered.forget(record)
             is_alike = look.is_dense and remembered.of_dense_kin(record) is not None
             sample = None if is_alike else spread_sample(tensor, sample_nbytes(nbytes))
             chain = literal_exponents(element) if sample is None else Auto().choose(element, sample, nbytes)

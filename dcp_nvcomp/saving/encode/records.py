@@ -32,7 +32,14 @@ from dcp_nvcomp.engines.tensors import (
 from dcp_nvcomp.errors import CheckpointError, ShapeMismatchError
 from dcp_nvcomp.format.block_grid import BlockGrid, box_grid, row_grid
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE, Record
-from dcp_nvcomp.saving.encode.choices import AutoChoice, CodecPolicy, RememberedChoices, device_choice, spread_sample
+from dcp_nvcomp.saving.encode.choices import (
+    AutoChoice,
+    ChoiceMemory,
+    CodecPolicy,
+    RememberedChoices,
+    device_choice,
+    spread_sample,
+)
 from dcp_nvcomp.saving.encode.sources import (
     AcceleratorSource,
     ChainChoice,
@@ -104,13 +111,13 @@ class RecordMaker:
         if on_host and self._policy.is_auto and not is_small:
             grid = box_grid(region.shape, element.nbytes)
             record = replace(record, grid=grid, block_count=grid.block_count)
-            return [_ready_later(index, record, element.name, host_values(tensor), self._remembered)]
+            return [_ready_later(index, record, element.name, host_values(tensor), self._remembered.host)]
         if is_small:
             data = tensor if on_host else without_lazy_bits(tensor)
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
         tensor = without_lazy_bits(tensor)
         if self._policy.is_auto and nbytes:
-            choice = device_choice(record, tensor, self._remembered, self._judge)
+            choice = device_choice(record, tensor, self._remembered.device, self._judge)
         else:
             choice = ChainChoice(self._policy.tensor_chain(element, tensor, on_cuda=on_cuda))
         on_cuda = on_cuda and self._engine.serves(tensor.device, choice.chain, ENCODE)
@@ -142,7 +149,7 @@ def _ready(index: MetadataIndex, record: Record, dtype: str, choice: ChainChoice
 
 
 def _ready_later(
-    index: MetadataIndex, record: Record, dtype: str, array: HostArray, remembered: RememberedChoices | None
+    index: MetadataIndex, record: Record, dtype: str, array: HostArray, remembered: ChoiceMemory | None
 ) -> Ready:
     """Return a record in host memory, whose chain `auto` chooses when it is encoded."""
     assert record.grid is not None
@@ -259,7 +266,7 @@ class Packer:
         assert record.grid is not None
         # packs have no name, but those of one save to the next hold the same shards
         named = replace(record, fqn=f"{KIND_PACK} {pack.members[0].record.fqn}")
-        choice = AutoChoice(named, array, record.grid, self._remembered)
+        choice = AutoChoice(named, array, record.grid, self._remembered.host)
         return PendingRecord(record, pack.dtype, tuple(pack.members), choice), HostSource(array)
 
 
