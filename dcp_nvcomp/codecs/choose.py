@@ -49,8 +49,9 @@ _WORTHWHILE = 0.98
 # By how much a faster chain may be larger than the smallest, and by how much if it saves the search for matches.
 _TOLERANCE = 1.0025
 _LITERALS_TOLERANCE = 1.01
-# By how much planes may be larger than predicted ones, which take a fifth to a half longer to code. So first moments of
-# most models are not predicted: they would get smaller by less than a hundredth.
+# By how much planes may be larger than predicted ones, one block of which takes a fifth longer to encode. So first
+# moments of most models are not predicted: with 1.005 they are, for three thousandths of the size of a trained state,
+# and its load takes 4 % longer than with planes alone, not 5 % less (docs/performance/tensors.md).
 _PREDICTED_TOLERANCE = 1.02
 # So many times as small is what repeats all over.
 _REPETITIVE = 200
