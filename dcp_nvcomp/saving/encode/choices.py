@@ -211,8 +211,6 @@ class AutoChoice(ChainChoice):
             assert self._place is not None and self._remembered is not None
             # a glance only now: the tensor has just come into the cache, and each place would have to be waited for
             is_as_before = self._remembered.expects(self._record, ratio)
-            if not is_as_before:
-                self._remembered.forget(self._record)
             if not is_as_before or not _seems_random(self._place.array, self._record.element):
                 self._chain = self._chosen(self._place, self._remembered, bench)
             self._is_trusted, self._place = False, None
