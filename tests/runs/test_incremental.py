@@ -271,8 +271,12 @@ def test_a_step_that_is_saved_again_is_not_referred_to_while_it_is(tmp_path: Pat
         saving = manager.save(3, {**_state(3), "base": torch.ones(200, 500)})  # as the old step 2 has it
         free.set()
         saving.saved.result(60)
-    assert _shares(tmp_path) == {1: (), 2: ("step-1",), 3: ()}
-    _assert_loads(2, tmp_path / "step-2")
+        assert _shares(tmp_path) == {1: (), 2: ("step-1",), 3: ()}
+        _assert_loads(2, tmp_path / "step-2")
+        manager.restore(_state(), step=1)
+        manager.save(2, {**_state(2), "base": torch.zeros(200, 500)})
+        manager.save(3, {**_state(3), "base": torch.zeros(200, 500)}).saved.result(60)  # as the new one has it
+    assert _shares(tmp_path) == {1: (), 2: (), 3: ()}
 
 
 def test_options(tmp_path: Path) -> None:
