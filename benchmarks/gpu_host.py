@@ -37,8 +37,8 @@ from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.decode_jobs import DecodeRun
 from dcp_nvcomp.engines.cuda.device import Launch
 from dcp_nvcomp.engines.cuda.engine import EncodeJob, EnginePolicy
-from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.encode.records import RecordMaker
+from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.encode.tasks import BufferPool, Task, Tasks
 
 __all__ = ["NullDevice", "main", "measured"]

@@ -30,7 +30,7 @@ from dcp_nvcomp.loading.load import load
 from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.saving.data_files import WrittenFile
-from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.saving.save import save
 from dcp_nvcomp.saving.stats import SaveStats

@@ -2,7 +2,7 @@
 
 codec option  --parse_codec-->  CodecChooser  --choose(element, sample, nbytes)-->  CodecChain, one per record
 
-saving/encode/choices.py asks for each record, and remembers what was chosen for records like it.
+saving/encode/choices.py asks for each record; remembered.py there has what was chosen for records like it.
 
 `auto` takes the open chain that makes a record smallest, found in two steps:
 
@@ -95,7 +95,7 @@ def literal_exponents(element: ElementType) -> CodecChain:
 
 @lru_cache
 def predicted_exponents(element: ElementType, columns: int) -> CodecChain | None:
-    """Return the chain of dense floats that their rows and columns predict; None if there is none for such floats."""
+    """Return the chain of dense floats predicted from rows and columns; None for floats that can't be predicted so."""
     if not RowCol.predicts(element, columns):
         return None
     return CodecChain(RowCol(element.float_nbytes, columns), LITERALS)
@@ -109,7 +109,7 @@ def columns_of(block_shape: Sequence[int]) -> int:
     """Return the columns of the matrix, among those that a block is, that has the fewest rows and columns together.
 
     Returns:
-        0 if it is none, but a row or a column.
+        0 if it is a single row or column.
 
     Examples:
         >>> columns_of((1, 128, 256)), columns_of((64, 32, 3, 3)), columns_of((4096,))

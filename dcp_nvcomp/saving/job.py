@@ -37,8 +37,8 @@ from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.saving.data_files import DataFileWriter, PlannedFile, WrittenFile, small_together
-from dcp_nvcomp.saving.encode.choices import RememberedChoices
 from dcp_nvcomp.saving.encode.records import RecordMaker
+from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.encode.sources import Source, Workbench, encode_parts
 from dcp_nvcomp.saving.encode.tasks import JobMemory, Task, TaskMemory, Tasks
 from dcp_nvcomp.saving.save_options import SaveOptions

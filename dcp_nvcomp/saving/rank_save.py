@@ -17,7 +17,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.saving.data_files import PlannedFile, WrittenFile, plan_files, planned_nbytes
-from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.encode.tasks import BufferMemory, JobMemory
 from dcp_nvcomp.saving.job import Patience, SaveJob
 from dcp_nvcomp.saving.plans.global_plan import PlacedItems, PlannedMetadata

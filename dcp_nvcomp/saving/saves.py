@@ -19,7 +19,7 @@ from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.asynchronous.staging import Staging
 from dcp_nvcomp.saving.commit import LastPublished, Orphans
-from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.rank_save import RankResults, RankSave, Resolve
 from dcp_nvcomp.saving.stats import RankTotals, SaveStats, summarize
 from dcp_nvcomp.storage.open import place_of

@@ -156,6 +156,8 @@ pickle.dump((made, restored), open(sys.argv[4], "wb"))
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("kernels", ["rowcol_numpy"], indirect=True)  # once
+@pytest.mark.usefixtures("kernels")
 def test_under_sanitizers(tmp_path: Path) -> None:
     cases = [(*split_planes(*shape, shape[1] // 3), shape[1]) for shape in WIDE]
     expected = [predicted_by(rowcol_numpy, (rest, exponent), columns) for rest, exponent, columns in cases]

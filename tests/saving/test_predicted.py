@@ -20,7 +20,8 @@ from dcp_nvcomp.format import footer as module
 from dcp_nvcomp.format.block_grid import row_grid
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.saving.encode import choices
-from dcp_nvcomp.saving.encode.choices import ChoiceMemory, device_choice
+from dcp_nvcomp.saving.encode.choices import device_choice
+from dcp_nvcomp.saving.encode.remembered import ChoiceMemory
 from tests.checkpoints import assert_loads
 from tests.codecs.rowcol_floats import floats_of
 from tests.format.independent_reader import read_data_file

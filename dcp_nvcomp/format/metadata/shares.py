@@ -42,7 +42,7 @@ def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) ->
 
 
 def state_beside(filesystem: Filesystem, directory: str) -> bytes | None:
-    """Return the end of the metadata of a checkpoint beside, which each save makes anew; None if there is none."""
+    """Return the end of the metadata of a checkpoint beside, which differs for each save; None without metadata."""
     name = f"{BESIDE}{directory}/{METADATA_NAME}"
     nbytes = filesystem.file_nbytes(name)
     return None if nbytes is None else filesystem.read(name, max(nbytes - SUMMARY_NBYTES, 0), nbytes)

@@ -240,7 +240,7 @@ def _save_id_at(filesystem: Filesystem) -> str | None:
 
 
 def _summary_at(filesystem: Filesystem) -> Summary | None:
-    """Return the summary of what is in a step's directory; None if there is nothing, or it has none."""
+    """Return the summary of the checkpoint in a step's directory; None without a checkpoint or a summary."""
     nbytes = filesystem.file_nbytes(METADATA_NAME)
     if nbytes is None:
         return None

@@ -24,7 +24,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.saving.asynchronous.shared_memory import Place, SharedSegment, resolver
-from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.job import Patience
 from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.saving.stats import RankTotals

@@ -25,7 +25,7 @@ from dcp_nvcomp.saving.asynchronous.segments import SegmentStores, StagingBudget
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments, can_copy, copied, resolver, room_nbytes
 from dcp_nvcomp.saving.asynchronous.upload_future import UploadFuture
 from dcp_nvcomp.saving.data_files import planned_nbytes
-from dcp_nvcomp.saving.encode.choices import RememberedChoices
+from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.rank_save import RankSave, Resolve, Written
 from dcp_nvcomp.saving.stats import RankTotals
 

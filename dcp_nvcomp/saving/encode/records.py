@@ -34,12 +34,11 @@ from dcp_nvcomp.format.block_grid import BlockGrid, box_grid, row_grid
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.saving.encode.choices import (
     AutoChoice,
-    ChoiceMemory,
     CodecPolicy,
-    RememberedChoices,
     device_choice,
     spread_sample,
 )
+from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, RememberedChoices
 from dcp_nvcomp.saving.encode.sources import (
     AcceleratorSource,
     ChainChoice,

@@ -1,0 +1,135 @@
+"""What `auto` remembers of earlier saves: each record's chain, what it was chosen for, and what it came to.
+
+A choice is forgotten when its ratio drifts. Dense floats share a judgement with others of their name but for its
+numbers, their kin, until one of them forgets it: the next of them is judged then, for all.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from dcp_nvcomp.codecs.base import CodecChain, ElementType
+from dcp_nvcomp.codecs.choose import Look, is_predicted, literal_exponents
+from dcp_nvcomp.format.record import Record
+
+_DRIFT = 0.02
+_MOST_REMEMBERED = 1 << 17
+_LOOK_EVERY = 16
+_DIGITS = re.compile(r"\d+")
+
+_Key = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Kin:
+    """The chain of dense floats of one name but for its numbers, from one judgement."""
+
+    chain: CodecChain
+
+
+@dataclass
+class _Kept:
+    """A choice, what it was made for, and what it came to (stored over uncompressed size) when first used."""
+
+    look: Look
+    chain: CodecChain
+    kin: _Kin | None
+    achieved: float | None = None
+    uses: int = 0  # in later saves: without a look on a device, without a judgement on the host
+
+    def expects(self, ratio: float) -> bool:
+        return self.achieved is not None and abs(ratio - self.achieved) <= _DRIFT * self.achieved
+
+
+class ChoiceMemory:
+    """The choices of earlier saves. Any thread may use it: each step is one operation on a dict."""
+
+    def __init__(self) -> None:
+        self._kept: dict[_Key, _Kept] = {}
+        self._dense: dict[tuple[str, str, tuple[int, ...]], _Kin] = {}
+
+    def recall(self, record: Record, look: Look) -> CodecChain | None:
+        """Return what an earlier save chose for this shard, if it still looks the same."""
+        kept = self._kept.get(_key(record))
+        return kept.chain if kept is not None and kept.look.resembles(look) else None
+
+    def trust(self, record: Record) -> CodecChain | None:
+        """Return what an earlier save chose for a shard of dense floats, to be used if `expects` then agrees."""
+        kept = self._kept.get(_key(record))
+        if kept is None or kept.achieved is None or not kept.look.is_dense:
+            return None
+        return kept.chain if _is_of_dense(kept.chain, record.element) else None
+
+    def trust_unseen(self, record: Record) -> CodecChain | None:
+        """`trust` it, if it was looked at in one of the last saves."""
+        chain, kept = self.trust(record), self._kept.get(_key(record))
+        if chain is None or kept is None:
+            return None
+        kept.uses = (kept.uses + 1) % _LOOK_EVERY
+        return chain if kept.uses else None
+
+    def age(self, record: Record) -> None:
+        """Forget a choice for dense floats that has served `_LOOK_EVERY` saves."""
+        kept = self._kept.get(_key(record))
+        if kept is not None and kept.kin is not None:
+            kept.uses += 1
+            if kept.uses >= _LOOK_EVERY:
+                self.forget(record)
+
+    def expects(self, record: Record, ratio: float) -> bool:
+        """Return True if a choice that was trusted came to what it had come to before."""
+        kept = self._kept.get(_key(record))
+        return kept is not None and kept.expects(ratio)
+
+    def of_dense_kin(self, record: Record) -> CodecChain | None:
+        """Return the chain of a tensor of the same name, but for numbers, shape and dtype that was judged dense."""
+        kin = self._dense.get(_kind(record))
+        return kin.chain if kin is not None else None
+
+    def keep(self, record: Record, look: Look, chain: CodecChain) -> None:
+        if len(self._kept) >= _MOST_REMEMBERED:
+            self._kept.clear()
+            self._dense.clear()
+        kin = None
+        if look.is_dense and _is_of_dense(chain, record.element):
+            kin = self._dense.get(_kind(record))
+            if kin is None or kin.chain != chain:
+                kin = self._dense[_kind(record)] = _Kin(chain)
+        self._kept[_key(record)] = _Kept(look, chain, kin)
+
+    def forget(self, record: Record) -> None:
+        """Forget a choice, and the judgement that it came from: others that have that one find what is judged next."""
+        kept = self._kept.pop(_key(record), None)
+        if kept is not None and kept.kin is not None and kept.kin is self._dense.get(_kind(record)):
+            self._dense.pop(_kind(record), None)
+
+    def achieved(self, record: Record, ratio: float) -> None:
+        """Take note of what a choice came to, and forget it if that has drifted."""
+        kept = self._kept.get(_key(record))
+        if kept is None:
+            return
+        if kept.achieved is None:
+            kept.achieved = ratio
+        elif not kept.expects(ratio):
+            self.forget(record)
+
+
+@dataclass(frozen=True)
+class RememberedChoices:
+    """What a process remembers of tensors in host memory and of those on devices."""
+
+    host: ChoiceMemory = field(default_factory=ChoiceMemory)
+    device: ChoiceMemory = field(default_factory=ChoiceMemory)
+
+
+def _is_of_dense(chain: CodecChain, element: ElementType) -> bool:
+    return chain == literal_exponents(element) or is_predicted(chain)
+
+
+def _key(record: Record) -> _Key:
+    return record.fqn, record.element.name, record.shape, record.offsets
+
+
+def _kind(record: Record) -> tuple[str, str, tuple[int, ...]]:
+    return _DIGITS.sub("#", record.fqn), record.element.name, record.shape
