@@ -55,6 +55,8 @@ osd pool default pg autoscale mode = off
 # Reads are allowed for 0.8 x this many seconds after the OSD last renewed its lease. Starved for longer on a busy
 # machine, it keeps such reads waiting for an answer of another copy, forever where there is none.
 osd heartbeat grace = 3600
+# An OSD ends itself if an operation takes longer than this, as a write to a busy disk can.
+osd op thread suicide timeout = 3600
 mon allow pool size one = true
 mon max pg per osd = 1000
 
