@@ -125,7 +125,7 @@ def _listed(keys: list[str]) -> str:
 # Options of `NvcompWriter` that `NvcompReader` does not have, and the other way round.
 ONLY_SAVES: Final = (
     *("codec", "overwrite", "single_file_per_rank", "sync_files", "on_save", "check_encodes"),
-    *("staging_budget_nbytes", "finish_within_seconds", "reference"),
+    *("staging_budget_nbytes", "finish_within_seconds", "reference", "derived"),
 )
 ONLY_LOADS: Final = ("verify", "trusted_globals", "safe_objects", "metadata_limit_nbytes", "on_load")
 

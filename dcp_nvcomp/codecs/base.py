@@ -193,6 +193,7 @@ class ArrayToBytes(Codec):
     """An array -> bytes codec: the planes of a block, and the way there and back."""
 
     is_plain: ClassVar[bool] = False
+    has_base: ClassVar[bool] = False  # True if blocks may need those of another record, their base
 
     @abstractmethod
     def layout(self, nbytes: int, flags: int, has_coder: bool) -> tuple[Plane, ...]:
@@ -228,6 +229,18 @@ class ArrayToBytes(Codec):
             block: receives the block's bytes, contiguous.
             scratch: reused between calls.
         """
+
+    def needs_base(self, flags: int) -> bool:
+        """Return True if a block with these flags was split by `split_from`."""
+        return False
+
+    def split_from(self, base: U8, block: U8, planes: Sequence[U8]) -> int:
+        """Split one block, as `split` does, given the block's bytes of the record that it is derived from."""
+        raise AssertionError(f"{self.name} has no base")
+
+    def merge_from(self, base: U8, planes: Sequence[U8], flags: int, block: U8) -> None:
+        """Put a block together again whose flags need the base: the inverse of `split_from`."""
+        raise AssertionError(f"{self.name} has no base")
 
     def fits(self, element: ElementType) -> bool:
         """Return True if the codec can be applied to elements of this type."""

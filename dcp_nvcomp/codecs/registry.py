@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 from dcp_nvcomp.codecs.base import U8, ArrayToBytes, BlockRow, Codec, CodecChain, Coder, ElementType, EncodedBlock
 from dcp_nvcomp.codecs.coders import Ans, Deflate, Zstd
 from dcp_nvcomp.codecs.transforms import Bytes, Planes
+from dcp_nvcomp.codecs.transforms.derived import Derived
 from dcp_nvcomp.codecs.transforms.rowcol import RowCol
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError, FormatError, UnknownCodecError
 
 # All codecs there are, by name.
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Bytes, Planes, RowCol, Zstd, Deflate, Ans)}
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Bytes, Planes, RowCol, Derived, Zstd, Deflate, Ans)}
 
 # All additions to the format that a reader has to know, as files name them.
 FEATURES = frozenset(codec.feature for codec in CODECS.values() if codec.feature is not None)
@@ -49,6 +50,8 @@ def chain_from_json(description: Any) -> CodecChain:
         raise FormatError("Planes are to be coded, but the chain has no coder.")
     if coder is not None and coder.needs_plain and not first.is_plain:
         raise FormatError(f"Codec {coder.name!r} must follow codec 'bytes'.")
+    if coder is not None and first.has_base:
+        raise FormatError(f"No coder follows codec {first.name!r}.")
     return CodecChain(first, coder)
 
 

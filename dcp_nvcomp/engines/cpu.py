@@ -54,8 +54,10 @@ class CpuEngine:
         self._whole: dict[tuple[CodecChain, bool], PlanesLiterals | None] = {}
         self._skipped: dict[CodecChain, int] = {}
 
-    def encode(self, block: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
-        """Encode one block."""
+    def encode(self, block: U8, chain: CodecChain, out: memoryview, base: U8 | None = None) -> EncodedBlock:
+        """Encode one block, of which `base` has the record that it is derived from, if it is."""
+        if base is not None:
+            return self._encode_in_steps(block, chain, out, base)
         return self.encode_beside(block[np.newaxis], (block.size,), chain, out)[0][0]
 
     def encode_beside(
@@ -94,13 +96,13 @@ class CpuEngine:
         np.copyto(copy.reshape(rows.shape), rows)
         return copy
 
-    def _encode_in_steps(self, block: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
+    def _encode_in_steps(self, block: U8, chain: CodecChain, out: memoryview, base: U8 | None = None) -> EncodedBlock:
         target = np.frombuffer(out, np.uint8)
         codec, has_coder = chain.array_to_bytes, chain.coder is not None
         # first, as this brings the block into the cache, from where it is split faster than from memory
         crc = 0 if codec.is_plain else checksum(block)
         arrays = self._arrays(codec.layout(block.nbytes, 0, has_coder), target)
-        flags = codec.split(block, arrays)
+        flags = codec.split(block, arrays) if base is None else codec.split_from(base, block, arrays)
         sizes: list[int] = []
         position = 0
         for plane, array in zip(codec.layout(block.nbytes, flags, has_coder), arrays, strict=True):
@@ -147,8 +149,10 @@ class CpuEngine:
             position = _pad(target, position + len(stored))
         return position
 
-    def decode(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, *, verify: str) -> None:
-        """Decode one block."""
+    def decode(
+        self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, *, verify: str, base: U8 | None = None
+    ) -> None:
+        """Decode one block; `base` is what its record's base has in its place, if its codec needs that."""
         whole = self._whole_blocks(chain, decoding=True)
         if whole is not None:
             rows = out if out.ndim == 2 else out[np.newaxis]
@@ -159,10 +163,10 @@ class CpuEngine:
                 raise CorruptDataError(outcome.problem)
             self._learn(chain, outcome.is_foreign)
         if out.flags.c_contiguous:
-            self._decode_in_steps(data, row, chain, out.reshape(-1), verify)
+            self._decode_in_steps(data, row, chain, out.reshape(-1), verify, base)
             return
         decoded = self._scratch.array("joined", out.size, np.uint8)
-        self._decode_in_steps(data, row, chain, decoded, verify)
+        self._decode_in_steps(data, row, chain, decoded, verify, base)
         np.copyto(out, decoded.reshape(out.shape))
 
     def decodes_whole(self, chain: CodecChain) -> bool:
@@ -191,14 +195,16 @@ class CpuEngine:
         if is_foreign:
             self._skipped[chain] = _SKIPPED_BLOCKS
 
-    def _decode_in_steps(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, verify: str) -> None:
+    def _decode_in_steps(
+        self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, verify: str, base: U8 | None
+    ) -> None:
         if verify != "off" and checksum(data) != row.encoded_crc:
             raise CorruptDataError("The stored bytes fail their CRC: the file is corrupt.")
-        self._decode_planes(data, row, chain, out)
+        self._decode_planes(data, row, chain, out, base)
         if verify == "full" and checksum(out) != row.uncompressed_crc:
             raise CorruptDataError("The decoded bytes fail their CRC, though the stored ones match theirs.")
 
-    def _decode_planes(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8) -> None:
+    def _decode_planes(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, base: U8 | None) -> None:
         codec = chain.array_to_bytes
         source = np.frombuffer(data, np.uint8)
         if codec.is_plain:
@@ -208,7 +214,11 @@ class CpuEngine:
             self._scratch.array(f"plane {index}", plane.nbytes, np.uint8) if plane.coded else None
             for index, plane in enumerate(codec.layout(out.nbytes, row.flags, chain.coder is not None))
         ]
-        codec.merge(self._fill_planes(source, row, chain, out.nbytes, arrays), row.flags, out, self._scratch)
+        planes = self._fill_planes(source, row, chain, out.nbytes, arrays)
+        if base is None:
+            codec.merge(planes, row.flags, out, self._scratch)
+        else:
+            codec.merge_from(base, planes, row.flags, out)
 
     def _fill_planes(
         self, source: U8, row: BlockRow, chain: CodecChain, nbytes: int, planes: Sequence[U8 | None]

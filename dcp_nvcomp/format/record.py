@@ -10,6 +10,7 @@ from reprlib import repr as shown  # short and shallow: what is shown may be lon
 from typing import Any
 
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES, CodecChain, ElementType
+from dcp_nvcomp.codecs.transforms.derived import BASE_DTYPE
 from dcp_nvcomp.engines.content_hash import HASH_DIGITS
 from dcp_nvcomp.errors import UnsupportedVersionError
 from dcp_nvcomp.format.block_grid import BlockGrid
@@ -43,6 +44,7 @@ class Record:
     chain: CodecChain | None = None  # its codec chain; None in a pack
     first_block: int = 0  # row of its first block in the block table; 0 until the record is read
     block_count: int = 0  # number of its rows there
+    base: int | None = None  # index of the record that its blocks are derived from; None if its codec needs none
     content_hash: str = ""  # of the shard's elements (content_hash.py); empty if it was not saved to be shared
 
     @property
@@ -73,6 +75,8 @@ class Record:
             return row
         if self.content_hash:
             row["hash"] = self.content_hash
+        if self.base is not None:
+            row["base"] = self.base
         assert self.grid is not None
         return row | {"dtype": self.element.name, "block_shape": self.grid.block_shape, "codec": place}
 
@@ -167,9 +171,19 @@ def parse_record(description: Any, earlier: Sequence[Record], chains: Sequence[C
     if not chains[codec].array_to_bytes.fits(element):
         raise Invalid(f"its codec can't be that of {element.name} elements")
     chain, content_hash = chains[codec], _content_hash(description)
+    base = _parse_base(description, earlier, grid) if chain.array_to_bytes.has_base else None
     return Record(
-        kind, fqn, shape, offsets, whole, element, None, grid, chain, first_block, grid.block_count, content_hash
+        kind, fqn, shape, offsets, whole, element, None, grid, chain, first_block, grid.block_count, base, content_hash
     )
+
+
+def _parse_base(description: dict[str, Any], earlier: Sequence[Record], grid: BlockGrid) -> int:
+    """Return which record one is derived from, whose blocks are those of its `grid`."""
+    index = integer(description, "base")
+    found = earlier[index] if index < len(earlier) else None
+    if found is None or found.kind != KIND_TENSOR or found.element.name != BASE_DTYPE or found.grid != grid:
+        raise Invalid(f"its base must be an earlier record of {BASE_DTYPE} with the same blocks")
+    return index
 
 
 def _content_hash(description: dict[str, Any]) -> str:

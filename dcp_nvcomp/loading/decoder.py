@@ -7,8 +7,8 @@ range with a block that fails is fetched once more, and the error gets the file,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -28,10 +28,11 @@ from dcp_nvcomp.engines.cuda.engine import BlockEngine
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import PinnedMemory, pinned_allocate, plain_allocate
-from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
+from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.format.block_grid import Strip, alone, strips
 from dcp_nvcomp.format.data_file import block_row, encoded_run
 from dcp_nvcomp.format.framing import check_header
+from dcp_nvcomp.loading.bases import LoadedBases, located
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
 from dcp_nvcomp.storage.reread import twice
 
@@ -86,6 +87,7 @@ class Decoder:
         self._scratch = ScratchArrays()
         self._cpu = CpuEngine()
         self._checks = JobChecks()
+        self.bases = LoadedBases(self._cpu, verify, source.read)
 
     def fetch(self, read: Read) -> Fetched:
         """Read a range into this thread's buffer. The result is valid until the next call."""
@@ -115,6 +117,7 @@ class Decoder:
             self._decode_strips(list(of_one), fetched)
         for device, blocks in on_gpu.items():
             self._decode_on_gpu(device, blocks, fetched)
+        self.bases.forget()
 
     def _check_header(self, fetched: Fetched) -> None:
         read = fetched.read
@@ -132,7 +135,8 @@ class Decoder:
             at += len(these)
             if not self._decode_together(these, strip, fetched):
                 for block in these:
-                    self._decode_on_cpu(block, fetched.block(block), fetched.read)
+                    base = self.bases.of(block, fetched.read, fetched.data)
+                    self._decode_on_cpu(block, fetched.block(block), fetched.read, base)
 
     def _decode_together(self, blocks: list[BlockRead], strip: Strip, fetched: Fetched) -> bool:
         """Return True if all are decoded; otherwise the caller decodes each alone, which identifies the corrupt one."""
@@ -146,24 +150,24 @@ class Decoder:
         encoded = [(fetched.block(block), block_row(footer, block.number)) for block in blocks]
         return self._cpu.decode_beside(encoded, direct.widths, chain, direct.rows, verify=self._verify)
 
-    def _decode_on_cpu(self, block: BlockRead, data: memoryview, read: Read) -> None:
-        with located(block, read):
-            twice(partial(self._decode_block, block, data, read), partial(self._decode_again, block, read))
+    def _decode_on_cpu(self, block: BlockRead, data: memoryview, read: Read, base: U8 | None = None) -> None:
+        with located_block(block, read):
+            twice(partial(self._decode_block, block, data, read, base), partial(self._decode_again, block, read, base))
 
-    def _decode_block(self, block: BlockRead, data: memoryview, read: Read) -> None:
+    def _decode_block(self, block: BlockRead, data: memoryview, read: Read, base: U8 | None) -> None:
         chain, nbytes = block.record.chain, int(read.footer.block_nbytes[block.number])
         assert chain is not None
         destinations = [target.destination for target in block.targets]
         direct = destinations[0].direct(alone(block.box)) if len(destinations) == 1 else None
         out = direct.rows if direct is not None else self._scratch.array("decoded", nbytes, np.uint8)
-        self._cpu.decode(data, block_row(read.footer, block.number), chain, out, verify=self._verify)
+        self._cpu.decode(data, block_row(read.footer, block.number), chain, out, verify=self._verify, base=base)
         if direct is None:
             for destination in destinations:
                 destination.place_bytes(block.box, out)
 
-    def _decode_again(self, block: BlockRead, read: Read) -> None:
+    def _decode_again(self, block: BlockRead, read: Read, base: U8 | None) -> None:
         data = self._source.read(read.name, block.start, block.stop)
-        self._decode_block(block, memoryview(data), read)
+        self._decode_block(block, memoryview(data), read, base)
 
     def _gpu_of(self, block: BlockRead) -> torch.device | None:
         """Return the device whose engine decodes this block; None for the CPU engine."""
@@ -263,7 +267,7 @@ class Decoder:
     def _checked(self, block: BlockRead, fetched: Fetched, device: torch.device) -> DecodeJob:
         """Return the engine's job for a block, after checking the stored bytes."""
         job, read = self._gpu_job(block, fetched, device), fetched.read
-        with located(block, read):
+        with located_block(block, read):
             return twice(partial(self._check, job), lambda: self._check(self._read_again(job, read)))
 
     def _check(self, job: DecodeJob) -> DecodeJob:
@@ -331,12 +335,5 @@ def _decodable_on_cpu(pair: _Pair, device: torch.device) -> _Pair:
     return pair
 
 
-@contextmanager
-def located(block: BlockRead, read: Read) -> Iterator[None]:
-    """Add the file, the key and the bytes of a block to an error."""
-    try:
-        yield
-    except CheckpointError as error:
-        error.path, error.byte_range = read.footer.path, (block.start, block.stop)
-        error.fqn = block.record.fqn or block.targets[0].record.fqn
-        raise
+def located_block(block: BlockRead, read: Read) -> AbstractContextManager[None]:
+    return located(block.record.fqn or block.targets[0].record.fqn, block.start, block.stop, read.footer.path)

@@ -122,6 +122,7 @@ class LoadJob:
         self._device = _current_device()
         self._committed = 0
         self._busy: dict[str, list[float]] = {"fetch": [], "decode": []}
+        self._more_nbytes: list[int] = []  # fetched by each thread for what it derives
 
     def run(self, items: Sequence[Wanted]) -> Loaded:
         by_file: dict[DataFileRef, list[Wanted]] = {}
@@ -156,7 +157,7 @@ class LoadJob:
             )
         stages = {stage: max(spent, default=0.0) for stage, spent in self._busy.items()}
         received_nbytes = self._source.received_nbytes
-        fetched_nbytes = sum(read.stop - read.start for read in reads) - received_nbytes
+        fetched_nbytes = sum(read.stop - read.start for read in reads) - received_nbytes + sum(self._more_nbytes)
         return Loaded(wanted_nbytes, fetched_nbytes, received_nbytes, stages)
 
     def _longest_read(self, wanted_nbytes: int, *, copies: int = 0) -> int:
@@ -293,6 +294,7 @@ class LoadJob:
         self._reads.put(None)
         self._busy["fetch"].append(fetching)
         self._busy["decode"].append(decoding)
+        self._more_nbytes.append(decoder.bases.fetched_nbytes if decoder is not None else 0)
 
 
 def _current_device() -> torch.device | None:

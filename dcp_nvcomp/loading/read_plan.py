@@ -9,7 +9,7 @@ import math
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -106,6 +106,7 @@ class Read:
     start: int
     stop: int
     blocks: tuple[BlockRead, ...]
+    wanted: Mapping[int, BlockRead]  # all blocks of the file that are wanted, by number
 
 
 def locate(wanted_item: Wanted, footer: Footer) -> Target:
@@ -174,7 +175,7 @@ def plan_reads(file: DataFileRef, footer: Footer, targets: Iterable[Target], lim
     # The first block's read begins at the file's first byte, so that a load of the whole file checks every byte of it.
     spans = [(0 if block.number == 0 else block.start, block.stop) for block in blocks]
     return [
-        Read(file.name, footer, read.start, read.stop, tuple(blocks[piece] for piece in read.pieces))
+        Read(file.name, footer, read.start, read.stop, tuple(blocks[piece] for piece in read.pieces), wanted)
         for read in coalesce(spans, GAP_NBYTES, limit_nbytes)
     ]
 

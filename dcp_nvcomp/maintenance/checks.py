@@ -26,6 +26,7 @@ from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
 from dcp_nvcomp.format.metadata.rank_metadata import check_cover
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, StoredAt, described, matches
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, MAX_BLOCK_NBYTES, Record
+from dcp_nvcomp.loading.bases import StoredBases, base_of
 from dcp_nvcomp.loading.read_plan import coalesce
 from dcp_nvcomp.maintenance.inspection import LAYOUT_STOCK
 from dcp_nvcomp.maintenance.opening import as_json, document
@@ -215,29 +216,31 @@ class BlockChecker:
         except CheckpointError:
             data = memoryview(b"")  # then block by block, as perhaps only one can't be read
         findings: list[Finding] = []
-        undecoded = 0
+        undecoded, footer = 0, span.file.footer
+        blocks = [(span.file.record_of(number), number) for number in span.blocks]
+        bases = StoredBases(footer, span.start, data, blocks, partial(self._filesystem.read, span.file.name))
         for number in span.blocks:
-            start, stop = (int(offset) for offset in span.file.footer.block_offsets[number : number + 2])
-            alone = partial(self._is_good_alone, span.file, number)
+            start, stop = (int(offset) for offset in footer.block_offsets[number : number + 2])
+            alone = partial(self._is_good_alone, span.file, number, bases)
             part = data[start - span.start : stop - span.start]
             try:
-                undecoded += not twice(partial(self._is_good, part, span.file, number) if data else alone, alone)
+                undecoded += not twice(partial(self._is_good, part, span.file, number, bases) if data else alone, alone)
             except CheckpointError as error:
-                error.byte_range = (start, stop)
+                error.byte_range = error.byte_range or (start, stop)
                 findings.append(finding_of(error, span.file.name, span.file.fqns_of(number)))
         return Checked(span.stop - span.start, len(span.blocks), undecoded, tuple(findings))
 
     def _read(self, span: Span) -> memoryview:
         return memoryview(self._filesystem.read(span.file.name, span.start, span.stop))
 
-    def _is_good_alone(self, file: CheckedFile, number: int) -> bool:
+    def _is_good_alone(self, file: CheckedFile, number: int, bases: StoredBases) -> bool:
         """Read one block, and check it as `_is_good` does."""
         start, stop = (int(offset) for offset in file.footer.block_offsets[number : number + 2])
         if stop - start > _MAX_ENCODED_NBYTES:
             raise FormatError("The footer gives a block more bytes than any block can have.")
-        return self._is_good(memoryview(self._filesystem.read(file.name, start, stop)), file, number)
+        return self._is_good(memoryview(self._filesystem.read(file.name, start, stop)), file, number, bases)
 
-    def _is_good(self, data: memoryview, file: CheckedFile, number: int) -> bool:
+    def _is_good(self, data: memoryview, file: CheckedFile, number: int, bases: StoredBases) -> bool:
         """Whether all that was to be checked could be; False where decoding takes a GPU."""
         row = block_row(file.footer, number)
         if not self._full:
@@ -247,11 +250,15 @@ class BlockChecker:
         engine = getattr(self._engines, "cpu", None)
         if engine is None:
             engine = self._engines.cpu = CpuEngine()
-        chain = file.record_of(number).chain
+        record = file.record_of(number)
+        chain, needed, base = record.chain, base_of(file.footer, record, number), None
         assert chain is not None
+        if needed is not None:
+            base = np.empty(int(file.footer.block_nbytes[needed.number]), np.uint8)
+            bases.decode(needed, engine, base, verify="full")
         out = np.empty(int(file.footer.block_nbytes[number]), np.uint8)
         try:
-            engine.decode(data, row, chain, out, verify="full")
+            engine.decode(data, row, chain, out, verify="full", base=base)
         except CodecUnavailableError:
             return False
         return True

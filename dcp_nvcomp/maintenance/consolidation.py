@@ -13,7 +13,7 @@ import itertools
 import os
 import posixpath
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -162,10 +162,11 @@ def _copied(
     opened_names.append(name)
     try:
         writer = DataFileWriter(stream, name, identity, lambda nbytes: None)
-        for own_number, indices in sorted(by_record.items()):
+        for own_number in _with_bases(footer, by_record):
             record = footer.records[own_number]
+            index = by_record[own_number][0] if own_number in by_record else MetadataIndex(record.fqn, record.offsets)
             writer.begin(
-                PendingRecord(record, record.element.name, (Member(indices[0], record, record.uncompressed_nbytes),))
+                PendingRecord(record, record.element.name, (Member(index, record, record.uncompressed_nbytes),))
             )
             for first, stop in _runs(footer, record):
                 writer.append(encoded_run(footer, first, stop, _checked(filesystem, file.name, footer, first, stop)))
@@ -176,6 +177,17 @@ def _copied(
     return WrittenFile(
         found.file, [(index, 0, number_of[indices[0]]) for indices in by_record.values() for index in indices]
     )
+
+
+def _with_bases(footer: Footer, numbers: Iterable[int]) -> Iterator[int]:
+    """Yield records in their order, right before each the one that it is derived from."""
+    bases = {footer.records[number].base for number in numbers}
+    for number in sorted(numbers):
+        base = footer.records[number].base
+        if base is not None:
+            yield base
+        if number not in bases:
+            yield number
 
 
 def _runs(footer: Footer, record: Record) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,20 +71,27 @@ def small_together(items: Iterable[WriteItem]) -> Iterator[list[WriteItem]]:
 
 
 def plan_files(
-    items: Sequence[WriteItem], rank: int, file_id: str, *, single_file_per_rank: bool, streams: int, file_nbytes: int
+    units: Sequence[tuple[WriteItem, ...]],
+    rank: int,
+    file_id: str,
+    *,
+    single_file_per_rank: bool,
+    streams: int,
+    file_nbytes: int,
 ) -> list[list[PlannedFile]]:
-    if not items:
+    """Return the data files of a rank, by lane. The items of a unit share a file, one after the other."""
+    if not units:
         return []
-    sizes = [planned_nbytes(item) for item in items]
+    sizes = [sum(map(planned_nbytes, unit)) for unit in units]
     if single_file_per_rank:
         count = file_count(sum(sizes), streams, file_nbytes)
         bins = distribute(sizes, count)
         return [
-            [PlannedFile(data_file_name(rank, number, file_id), tuple(items[i] for i in chosen))]
+            [PlannedFile(data_file_name(rank, number, file_id), tuple(item for i in chosen for item in units[i]))]
             for number, chosen in enumerate(bins)
         ]
-    lanes = distribute(sizes, min(streams, len(items)))
-    return [[PlannedFile(data_file_name(rank, i, file_id), (items[i],)) for i in lane] for lane in lanes]
+    lanes = distribute(sizes, min(streams, len(units)))
+    return [[PlannedFile(data_file_name(rank, i, file_id), units[i]) for i in lane] for lane in lanes]
 
 
 def file_count(total_nbytes: int, streams: int, file_nbytes: int) -> int:
@@ -143,7 +150,10 @@ class DataFileWriter:
         self._write_header(is_large)
         self._end_record(is_large)
         codec, self._label = self._codec(pending.chain)
-        number = self.add_record(pending.record, codec)
+        record = pending.record
+        if pending.chain.array_to_bytes.has_base:  # the record before
+            record = replace(record, base=len(self._records) - 1)
+        number = self.add_record(record, codec)
         self._pending, self._first_item = pending, len(self._items)
         if not pending.is_pack:
             self._items.append((pending.members[0], number, 0))

@@ -80,6 +80,7 @@ class SaveJob:
         resolve: Callable[[WriteItem], Any],
         *,
         hashes: Mapping[MetadataIndex, str],
+        derived: Mapping[MetadataIndex, MetadataIndex],
         engine: EngineChoice,
         remembered: RememberedChoices,
         memory: JobMemory,
@@ -89,7 +90,8 @@ class SaveJob:
     ) -> None:
         self._filesystem, self._options, self._identity = filesystem, options, identity
         self._lanes = [_Lane(number, files) for number, files in enumerate(lanes)]
-        self._resolve, self._engine, self._remembered, self._hashes = resolve, engine, remembered, hashes
+        self._resolve, self._engine, self._remembered = resolve, engine, remembered
+        self._hashes, self._derived = hashes, derived
         check = options.check_encodes == "all"
         self._policy = engine.policy(options.device_memory_budget, check_encodes=check)
         self._memory, self._progress, self._patience = memory, progress, patience
@@ -173,7 +175,9 @@ class SaveJob:
         for file in lane.files:
             lane.messages.put(file)
             pack = self._options.single_file_per_rank
-            maker = RecordMaker(chooser, self._engine, self._remembered, pack=pack, hashes=self._hashes)
+            maker = RecordMaker(
+                chooser, self._engine, self._remembered, pack=pack, hashes=self._hashes, derived=self._derived
+            )
             for items in small_together(file.items):
                 resolved = [(item, self._resolve(item)) for item in items]
                 # a copy from a device may wait for it, and nothing should wait while the collector is paused

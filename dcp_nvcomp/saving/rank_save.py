@@ -6,6 +6,7 @@ import contextlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import FileIdentity
 from dcp_nvcomp.saving.data_files import PlannedFile, WrittenFile, plan_files, planned_nbytes
+from dcp_nvcomp.saving.derived import pairs, together
 from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.encode.tasks import BufferMemory, JobMemory
 from dcp_nvcomp.saving.job import Patience, SaveJob
@@ -43,6 +45,11 @@ class RankSave:
     def nbytes(self) -> int:
         return sum(map(planned_nbytes, self.items))
 
+    @cached_property
+    def derived(self) -> Mapping[MetadataIndex, MetadataIndex]:
+        """Of each shard that may be derived from another one the index of that."""
+        return pairs(self.items, self.options.derived)
+
     @property
     def identity(self) -> FileIdentity:
         return FileIdentity(self.save_id, self.save_id, self.rank, {"dcp_nvcomp": VERSION, "torch": torch.__version__})
@@ -54,7 +61,7 @@ class RankSave:
         """Plan the data files: those of one lane are written one after the other."""
         options = self.options
         return plan_files(
-            self.items,
+            together(self.items, self.derived),
             self.rank,
             self.save_id,
             single_file_per_rank=options.single_file_per_rank,
@@ -95,6 +102,7 @@ class RankSave:
                 lanes,
                 resolve,
                 hashes=self.hashes,
+                derived=self.derived,
                 engine=engine,
                 remembered=remembered,
                 memory=memory,

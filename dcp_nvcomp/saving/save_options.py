@@ -30,6 +30,7 @@ class SaveOptions:
     staging_budget_nbytes: int | None
     finish_within_seconds: float
     references: tuple[str, ...] | None  # paths or URLs of checkpoints beside; None if nothing is to be shared later
+    derived: Mapping[str, str]  # keys of masters, and of the weights that they may be derived from
     storage_options: Mapping[str, Any] = field(repr=False)  # with credentials
     known_options: tuple[str, ...]  # the names of all options, to tell a mistyped one from a storage option
 

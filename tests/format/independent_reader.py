@@ -1,4 +1,4 @@
-"""Reads a data file with numpy, zstandard and zlib alone. Written from docs/format.md, never from the package's code.
+"""Reads a data file with numpy, zstandard, zlib and crc32c alone. From docs/format.md, not from the package's code.
 
 `read_data_file(data)` gives `{(fqn, offsets): (kind, dtype, shape, global_shape, elements)}`, `elements` as bytes in C
 order. All CRCs are checked. Chains with `ans` raise: that bitstream is not open. It is no fortress: a footer made by
@@ -11,36 +11,13 @@ import zlib
 
 import numpy as np
 import zstandard
+from crc32c import crc32c
 
 MAGIC = b"\x89DCPNV\r\n"
 ELEMENT_NBYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "float4_e2m1fn_x2": 1}
 ELEMENT_NBYTES |= {f"{sign}int{8 * nbytes}": nbytes for sign in ("", "u") for nbytes in (1, 2, 4, 8)}
 ELEMENT_NBYTES |= {f"float8_{kind}": 1 for kind in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
 ELEMENT_NBYTES |= {f"complex{8 * nbytes}": nbytes for nbytes in (4, 8, 16)}
-
-STRETCH_NBYTES = 64
-TABLE = np.arange(256, dtype=np.uint32)  # CRC32C: reflected polynomial 0x82F63B78
-for _ in range(8):
-    TABLE = (TABLE >> 1) ^ (TABLE & 1) * np.uint32(0x82F63B78)
-
-
-def crc32c(data):
-    """Each row of 64 bytes gets its own remainder; neighbours are then joined: crc(a + b) = shift(crc(a)) ^ crc(b)."""
-    rows = 1 << max(0, (len(data) - 1) // STRETCH_NBYTES).bit_length()
-    whole = np.zeros(rows * STRETCH_NBYTES, np.uint8)  # zero bytes in front change nothing
-    whole[len(whole) - len(data) :] = np.frombuffer(data, np.uint8)
-    whole[len(whole) - len(data) :][:4] ^= 0xFF  # the initial value
-    crc, images = np.zeros(rows, np.uint32), np.uint32(1) << np.arange(32, dtype=np.uint32)
-    for column in whole.reshape(rows, STRETCH_NBYTES).T:
-        crc = TABLE[(crc ^ column) & 0xFF] ^ (crc >> 8)
-        images = TABLE[images & 0xFF] ^ (images >> 8)  # where 64 zero bytes take each single bit
-
-    def shift(values):
-        return np.bitwise_xor.reduce(np.where(values[:, None] >> np.arange(32) & 1, images, np.uint32(0)), axis=1)
-
-    while len(crc) > 1:
-        crc, images = shift(crc[0::2]) ^ crc[1::2], shift(images)
-    return int(crc[0]) ^ 0xFFFFFFFF ^ (0xFFFFFFFF >> 8 * len(data))  # last: what fewer than 4 bytes leave of the start
 
 
 def check(good, what):
@@ -56,7 +33,7 @@ def read_footer(data):
     footer = data[footer_offset:-40]
     check(crc32c(footer + data[-40:-12]) == footer_crc, "footer_crc")
     info = json.loads(footer[:json_nbytes])
-    check(set(info["features"]) <= {"rowcol"}, "features")
+    check(set(info["features"]) <= {"rowcol", "derived"}, "features")
     tables = np.frombuffer(footer, "<u4", offset=-(-json_nbytes // 8) * 8)
     check(len(tables) == 4 * info["blocks"] + info["slices"], "tables")
     columns, slice_table = np.split(tables, [4 * info["blocks"]])
@@ -90,7 +67,14 @@ def join_planes(planes, w, n):  # -> the bytes of n floats of w bytes
     return np.concatenate([planes["low"].reshape(n, w - 2), high], axis=1).reshape(-1)
 
 
-def decode_block(block, flags, nbytes, chain, slice_rows):
+def underive(low, high, flags, base):  # -> the bytes of the floats
+    if flags:
+        (positions, exceptions), high = np.split(high, [4 * (flags >> 8)]), base.view("<u2") - (low >> 15)
+        high[positions.view("<u4")] = exceptions.view("<u2")
+    return np.stack([low, high.view("<u2")], axis=1).reshape(-1).view(np.uint8)
+
+
+def decode_block(block, flags, nbytes, chain, slice_rows, base):
     """One encoded block -> its elements' bytes; takes as many rows from the iterator `slice_rows` as it has slices."""
     first, configuration = chain[0]["name"], chain[0]["configuration"]
     coder = chain[1]["name"] if chain[1:] else None
@@ -98,6 +82,9 @@ def decode_block(block, flags, nbytes, chain, slice_rows):
     if first == "bytes":
         check(flags == 0, "flags")
         lengths, coded = {"data": nbytes}, {"data"} if coder else set()
+    elif first == "derived":
+        lengths, coded = {"low": nbytes // 2, "high": 6 * (flags >> 8) if flags else nbytes // 2}, set()
+        check(flags & 0xFF == 4 * (flags > 0) and lengths["high"] <= nbytes // 2, "flags")
     else:
         w, coded, predicted = configuration["float_nbytes"], configuration.get("coded", ["exponent"]), flags & 4
         allowed = flags & 0xFF - 4 in (0, 1, 3) and (flags < 4 or (predicted and first == "rowcol"))
@@ -126,6 +113,8 @@ def decode_block(block, flags, nbytes, chain, slice_rows):
         planes[name] = np.frombuffer(b"".join(parts), np.uint8)
     if "data" in planes:
         return planes["data"]
+    if first == "derived":
+        return underive(planes["low"].view("<u2"), planes["high"], flags, base)
     if predicted:
         planes = unpredict(planes, columns, sizes, flags, n)
     elif flags & 1:
@@ -154,7 +143,8 @@ def read_data_file(data):
                 encoded_nbytes, flags, encoded_crc, uncompressed_crc = next(block_rows)
                 block = data[position : position + encoded_nbytes]
                 check(crc32c(block) == encoded_crc, "encoded_crc")
-                decoded = decode_block(block, flags, out[where].size, chain, slice_rows)
+                base = decoded_records[record["base"]][1][where].reshape(-1) if "base" in record else None
+                decoded = decode_block(block, flags, out[where].size, chain, slice_rows, base)
                 check(crc32c(decoded) == uncompressed_crc, "uncompressed_crc")
                 out[where] = decoded.reshape(out[where].shape)
                 position += encoded_nbytes

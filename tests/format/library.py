@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.footer import FileIdentity, Footer, parse_footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
 from dcp_nvcomp.format.record import Record, parse_record
+from dcp_nvcomp.loading.bases import base_of
 from dcp_nvcomp.saving import data_files
 from dcp_nvcomp.saving.data_files import DataFileWriter
 from dcp_nvcomp.saving.encode.sources import Member, PendingRecord
@@ -50,17 +52,24 @@ def write_file(records: Iterable[tuple[dict[str, Any], CodecChain | None, bytes]
     stream, engine = MemoryStream(), CpuEngine()
     writer = DataFileWriter(stream, PATH, IDENTITY, lambda nbytes: None)
     made: list[Record] = []
+    before = b""
     with patch.object(data_files, "LARGE_NBYTES", 0 if align else data_files.LARGE_NBYTES):
         for description, chain, elements in records:
             if chain is None:
                 made.append(parse_record(description, made, [], 0))
                 writer.add_record(made[-1], made[-1].pack or (0, 0))
                 continue
+            bases: Iterable[np.ndarray | None] = repeat(None)
+            if chain.array_to_bytes.has_base:  # the record before
+                description = {**description, "base": len(made) - 1}
+                bases = blocks_of(made[-1], before)
             record = parse_record({**description, "codec": 0}, made, [chain], 0)
             made.append(record)
             members = () if record.kind == "pack" else (member_of(record),)
             writer.begin(PendingRecord(record, record.element.name, members))
-            writer.append([engine.encode(block, chain, room(block, chain)) for block in blocks_of(record, elements)])
+            pairs = zip(blocks_of(record, elements), bases, strict=False)
+            writer.append([engine.encode(block, chain, room(block, chain), base) for block, base in pairs])
+            before = elements
         writer.finish()
     return bytes(stream.data)
 
@@ -108,8 +117,12 @@ def read_file(data: bytes, *, verify: str = "full") -> Contents:
                 number = record.first_block + index
                 encoded = memoryview(data)[footer.block_offsets[number] : footer.block_offsets[number + 1]]
                 block = np.empty(int(footer.block_nbytes[number]), np.uint8)
-                engine.decode(encoded, block_row(footer, number), record.chain, block, verify=verify)
                 where = record.grid.box(index).index
+                needed = base_of(footer, record, number)
+                base = None
+                if needed is not None and record.base is not None:
+                    base = np.ascontiguousarray(arrays[record.base][where]).reshape(-1)
+                engine.decode(encoded, block_row(footer, number), record.chain, block, verify=verify, base=base)
                 out[where] = block.reshape(out[where].shape)
         arrays.append(out)
         if record.kind != "pack":

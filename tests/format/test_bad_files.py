@@ -85,6 +85,19 @@ def add_record(**fields: Any) -> Spoil:
     return lambda forgery: forgery.description["records"].append(fields)
 
 
+def derived_from(base: Any, *, of: str = "float32", **fields: Any) -> Spoil:
+    """Two records instead of all, the second of them derived from record `base`; `fields` are of the first."""
+
+    def spoil(forgery: Forgery) -> None:
+        planes = [{"name": "planes", "configuration": {"float_nbytes": 2, "coded": []}}]
+        forgery.description["codecs"] = [planes, [{"name": "derived", "configuration": {}}]]
+        weight = {"fqn": "w", "shape": [4], "dtype": "bfloat16", "block_shape": [4], "codec": 0, **fields}
+        master = {"fqn": "m", "shape": [4], "dtype": of, "block_shape": [4], "codec": 1}
+        forgery.description["records"] = [weight, master if base is None else {**master, "base": base}]
+
+    return spoil
+
+
 ZSTD = {"name": "zstd", "configuration": {"slice_nbytes": 48}}
 BYTES = {"name": "bytes", "configuration": {}}
 ANS: dict[str, Any] = {
@@ -179,6 +192,17 @@ FIELDS: dict[str, tuple[Any, ...]] = {
         add_record(fqn="x", shape=[1], dtype="int8", block_shape=[1], codec=2),
         "more blocks than its table",
     ),
+    "derived from nothing": (derived_from(None), "base must be an integer"),
+    "derived from itself": (derived_from(1), "base must be an earlier record"),
+    "derived from a later record": (derived_from(2), "base must be an earlier record"),
+    "derived from record -1": (derived_from(-1), "base must be an integer"),
+    "derived from a record that is not there": (derived_from(100), "base must be an earlier record"),
+    "derived from true": (derived_from(True), "base must be an integer"),
+    "derived from other elements": (derived_from(0, dtype="float16"), "earlier record of bfloat16"),
+    "derived from another shape": (derived_from(0, shape=[5]), "with the same blocks"),
+    "derived from other blocks": (derived_from(0, block_shape=[2]), "with the same blocks"),
+    "derived from a pack": (derived_from(0, kind="pack"), "base must be an earlier record"),
+    "derived bfloat16": (derived_from(0, of="bfloat16"), "codec can't be that of bfloat16"),
     "no fqn": (without("records", 0, "fqn"), "fqn must be text"),
     "fqn as a number": (record(0, fqn=1), "fqn must be text"),
     "an unknown kind": (record(0, kind="sparse"), "kind 'sparse' is unknown"),

@@ -146,7 +146,7 @@ def test_the_independent_reader_is_short_and_independent() -> None:
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module).split(".")[0])
     assert len(text.splitlines()) < 170
-    assert imported == {"numpy", "zstandard", "zlib", "struct", "json"}
+    assert imported == {"numpy", "zstandard", "zlib", "crc32c", "struct", "json"}
 
 
 def raw(tensor: torch.Tensor) -> bytes:

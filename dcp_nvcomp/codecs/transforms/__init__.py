@@ -3,6 +3,7 @@
 `bytes`     the elements as they are, in one plane: what `codec="none"` stores, and what plain coders code
 `planes`    floats split into an exponent plane, which packs well, and the rest, which is random and stored
 `rowcol`    these, the upper bits predicted from rows and columns: rowcol.py
+`derived`   what the rounded copies of floats, stored beside them, lack: derived.py
 
 Trained floats are random in the mantissa and skewed in the exponent, so only the exponent's 8 bits are worth an entropy
 coder (ZipNN, arXiv:2411.05239, makes the same observation). Blocks are split and merged on the CPU by the compiled

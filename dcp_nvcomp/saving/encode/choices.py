@@ -37,6 +37,7 @@ from dcp_nvcomp.codecs.choose import (
     sample_nbytes,
 )
 from dcp_nvcomp.codecs.registry import check_chain
+from dcp_nvcomp.codecs.transforms.derived import is_rounded
 from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array, host_copy
 from dcp_nvcomp.format.block_grid import BlockGrid
@@ -179,6 +180,22 @@ def _sample(place: _Place, element: ElementType, scratch: ScratchArrays) -> U8:
     if step <= wanted:
         return data[: _LOOKED_AT * element.nbytes]
     return np.ascontiguousarray(data[: _PIECES * step].reshape(_PIECES, step)[:, :wanted]).reshape(-1)
+
+
+def is_derived(record: Record, array: HostArray, base: HostArray) -> bool:
+    """Return True if a float32 tensor is worth storing as what `base`, a bfloat16 one, lacks: if a sample was rounded.
+
+    Where lower halves are not random, a chain that packs them is the better one.
+    """
+    if record.element.name != "float32" or array.shape != base.shape or array.nbytes < TINY_NBYTES:
+        return False
+    if not array.flags.c_contiguous:  # a row will do
+        array, base = (np.ascontiguousarray(one[(0,) * (one.ndim - 1)]) for one in (array, base))
+    if not base.flags.c_contiguous or not _seems_random(array, record.element):
+        return False
+    step = max(1, array.size // _LOOKED_AT)
+    some, rounded = (np.ascontiguousarray(one.reshape(-1)[::step]).view(np.uint8) for one in (array, base))
+    return is_rounded(rounded, some)
 
 
 def _seems_random(array: HostArray, element: ElementType) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES, ELEMENT_TYPES, CodecChain, ElementType
 from dcp_nvcomp.codecs.choose import CodecChooser, Judge, sample_nbytes
+from dcp_nvcomp.codecs.transforms.derived import BASE_DTYPE, DERIVED
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.coders import ENCODE
 from dcp_nvcomp.engines.tensors import (
@@ -36,6 +37,7 @@ from dcp_nvcomp.saving.encode.choices import (
     AutoChoice,
     CodecPolicy,
     device_choice,
+    is_derived,
     spread_sample,
 )
 from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, RememberedChoices
@@ -44,6 +46,7 @@ from dcp_nvcomp.saving.encode.sources import (
     ChainChoice,
     CudaPackSource,
     CudaSource,
+    DerivedSource,
     HostSource,
     Member,
     PendingRecord,
@@ -53,7 +56,7 @@ from dcp_nvcomp.saving.encode.sources import (
 
 U8 = npt.NDArray[np.uint8]
 
-_UINT8 = ELEMENT_TYPES["uint8"]
+_UINT8, _FLOAT32 = ELEMENT_TYPES["uint8"], ELEMENT_TYPES["float32"]
 
 
 class RecordMaker:
@@ -65,8 +68,11 @@ class RecordMaker:
         *,
         pack: bool,
         hashes: Mapping[MetadataIndex, str] = MappingProxyType({}),
+        derived: Mapping[MetadataIndex, MetadataIndex] = MappingProxyType({}),
     ) -> None:
-        self._engine, self._hashes = engine, hashes
+        self._engine, self._hashes, self._derived = engine, hashes, derived
+        self._bases = frozenset(derived.values())
+        self._base: tuple[MetadataIndex, HostArray] | None = None  # of the record that was made last
         self._policy = CodecPolicy(chooser)
         self._remembered = remembered
         self._judge = Judge()
@@ -108,9 +114,7 @@ class RecordMaker:
         is_small = 0 < nbytes < self._packed_nbytes
         record = Record(KIND_TENSOR, index.fqn, *region, element, content_hash=self._hashes.get(index, ""))
         if on_host and self._policy.is_auto and not is_small:
-            grid = box_grid(region.shape, element.nbytes)
-            record = replace(record, grid=grid, block_count=grid.block_count)
-            return [_ready_later(index, record, element.name, host_values(tensor), self._remembered.host)]
+            return [self._in_host_memory(index, record, host_values(tensor))]
         if is_small:
             data = tensor if on_host else without_lazy_bits(tensor)
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
@@ -121,6 +125,21 @@ class RecordMaker:
             choice = ChainChoice(self._policy.tensor_chain(element, tensor, on_cuda=on_cuda))
         on_cuda = on_cuda and self._engine.serves(tensor.device, choice.chain, ENCODE)
         return [_ready(index, record, element.name, choice, _source(tensor, on_cuda=on_cuda))]
+
+    def _in_host_memory(self, index: MetadataIndex, record: Record, array: HostArray) -> Ready:
+        """Return a record for which `auto` chooses, or that is derived from the one before."""
+        base, self._base = self._base, None
+        is_base = index in self._bases and record.element.name == BASE_DTYPE
+        # a base has the blocks of what is derived from it
+        grid = box_grid(record.shape, _FLOAT32.nbytes if is_base else record.element.nbytes)
+        record = replace(record, grid=grid, block_count=grid.block_count)
+        if is_base:
+            self._base = index, array
+        elif base is not None and self._derived.get(index) == base[0] and is_derived(record, array, base[1]):
+            record = replace(record, chain=DERIVED)
+            members = (Member(index, record, record.uncompressed_nbytes),)
+            return PendingRecord(record, record.element.name, members), DerivedSource(array, base[1])
+        return _ready_later(index, record, record.element.name, array, self._remembered.host)
 
 
 class _Region(NamedTuple):

@@ -31,7 +31,7 @@ U8 = npt.NDArray[np.uint8]
 class Workbench:
     def __init__(self, policy: EnginePolicy) -> None:
         self.cpu = CpuEngine()
-        self.scratch = ScratchArrays()
+        self.scratch, self.base_scratch = ScratchArrays(), ScratchArrays()
         self.judge = Judge()
         self.policy = policy
         self.waited_seconds = 0.0  # for engines
@@ -98,6 +98,11 @@ def encode_parts(
     for part in parts:
         assert isinstance(part.source, _HostEncoded)
         chain = part.choice.settle(bench)
+        if isinstance(part.source, DerivedSource):
+            for block, base in part.source.blocks(part.boxes, bench):
+                blocks.append(bench.cpu.encode(block, chain, out[position:], base))
+                position += len(blocks[-1].data)
+            continue
         for strip in part.source.strips(part.boxes, bench):
             encoded, nbytes = bench.cpu.encode_beside(*strip, chain, out[position:])
             if len(part.boxes) == 1:  # only a record of one block can surprise, and its strip is a view of the tensor
@@ -133,6 +138,18 @@ class HostSource(_HostEncoded):
                 for box in boxes[at : at + len(strip.sizes)]:
                     yield _one_row(block_bytes(self.array, box, bench.scratch))
             at += len(strip.sizes)
+
+
+@dataclass(frozen=True)
+class DerivedSource(HostSource):
+    """A shard in host memory, and the one that it is derived from."""
+
+    base: HostArray
+
+    def blocks(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[tuple[U8, U8]]:
+        """Yield each block with its base, valid until the next."""
+        for box in boxes:
+            yield block_bytes(self.array, box, bench.scratch), block_bytes(self.base, box, bench.base_scratch)
 
 
 def _one_row(block: U8) -> RowStrip:

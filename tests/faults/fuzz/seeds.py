@@ -7,10 +7,11 @@ import io
 import json
 import zipfile
 
+import numpy as np
 import torch
 import zstandard
 
-from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, RowCol, Zstd
+from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Derived, Planes, RowCol, Zstd
 from dcp_nvcomp.codecs.base import Coder
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, decode_trailer
 from tests.format.forgery import deflate_stream, padded, small_forgery
@@ -64,6 +65,15 @@ def _predicted(width: int, dtype: str, sign: str) -> bytes:
     return _parts(write_file([(description, CodecChain(RowCol(width, 16), Zstd(256)), moments(width, 24, 16, sign))]))
 
 
+def _derived() -> bytes:
+    master = np.frombuffer(floats("float32", 128, "any", 1), np.uint32)
+    weight = (master + 0x8000 >> 16).astype(np.uint16)
+    base = {"fqn": "w", "shape": [128], "dtype": "bfloat16", "block_shape": [64]}
+    derived = {"fqn": "m", "shape": [128], "dtype": "float32", "block_shape": [64]}
+    chain = CodecChain(Planes(2), Zstd(256))
+    return _parts(write_file([(base, chain, weight.tobytes()), (derived, CodecChain(Derived()), master.tobytes())]))
+
+
 def zstd_bomb(blocks: int) -> bytes:
     """A zstd frame of RLE blocks: each 4 bytes long, and 128 KiB of zeros when decoded. It does not say its size."""
     block, last = (((1 << 17) << 3 | 1 << 1 | is_last).to_bytes(3, "little") + b"\0" for is_last in (0, 1))
@@ -85,7 +95,7 @@ def _decode() -> list[bytes]:
         found += [_records(CodecChain(Planes(2), coder), "bfloat16", 64, "positive")]
         found += [_records(CodecChain(Planes(4, ("low", "exponent")), coder), "float32", 48, "negative")]
         found += [_records(CodecChain(Bytes(), coder), "float32", 40)]
-    found += [_predicted(2, "bfloat16", "positive"), _predicted(4, "float32", "any")]
+    found += [_predicted(2, "bfloat16", "positive"), _predicted(4, "float32", "any"), _derived()]
     found += [_records(CodecChain(Planes(8, ("rest", "exponent")), Zstd(64)), "float64", 24)]
     found += [_bomb(Zstd(4096), zstd_bomb(1000)), _bomb(Deflate(1 << 20), deflate_stream(bytes(1 << 21)))]
     found += [_records(CodecChain(Planes(4, ()), None), "float32", 32), _records(CHAINS["none"], "float16", 16)]

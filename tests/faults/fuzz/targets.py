@@ -26,6 +26,7 @@ from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_trail
 from dcp_nvcomp.format.metadata.rank_metadata import merge_rank_metadata, prefer_rank
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
 from dcp_nvcomp.format.metadata.shards import StockItem
+from dcp_nvcomp.loading.bases import base_of
 from dcp_nvcomp.loading.items import read_stock_bytes, read_stock_tensor
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 
@@ -147,7 +148,10 @@ def decode(data: bytes) -> None:
                 return
             encoded = memoryview(file)[found.block_offsets[number] : found.block_offsets[number + 1]]
             out = np.empty(nbytes, np.uint8)
-            engine.decode(encoded, block_row(found, number), record.chain, out, verify=verify)
+            needed, base = base_of(found, record, number), None
+            if needed is not None:
+                base = np.frombuffer(file[: int(found.block_nbytes[needed.number])].ljust(nbytes // 2, b"\0"), np.uint8)
+            engine.decode(encoded, block_row(found, number), record.chain, out, verify=verify, base=base)
 
 
 def stock(data: bytes) -> None:
