@@ -39,6 +39,7 @@ class Suite(str, Enum):
     predictions = "predictions"
     codecs = "codecs"
     rowcol = "rowcol"
+    masters = "masters"
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""States of small models that were trained here, for a minute each: AdamW, fp32, on the CPU.
+"""States of small models that were trained here, for a minute each: AdamW on the CPU, in fp32 or mixed precision.
 
 Each learns something: a language model the bytes of this project's documents, an image model which of ten patterns was
 shifted and covered with noise, a network of layers what another one, fixed and random, computes. What their optimizer
@@ -7,6 +7,7 @@ keeps has the scales of neurons and of their inputs, as that of large models has
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -94,25 +95,45 @@ MODELS: dict[str, Callable[[torch.Generator], tuple[nn.Module, Batches]]] = {
 }
 
 
-def trained(model: str, seed: int, steps: int) -> dict[str, dict[str, Tensor]]:
+def trained(model: str, seed: int, steps: int, *, mixed: bool = False) -> dict[str, dict[str, Tensor]]:
     """Train one of `MODELS`.
 
+    Args:
+        model: its name.
+        seed: of its parameters and its data.
+        steps: of the optimizer.
+        mixed: train in mixed precision: activations and gradients in bfloat16, with weights that are rounded from
+            float32 ones, which the optimizer changes.
+
     Returns:
-        Its weights and both of Adam's moments by the name of their parameter: `w`, `m` and `v`.
+        Its weights and both of Adam's moments by the name of their parameter: `w`, `m` and `v`; if it is mixed, `w` are
+        those in bfloat16, and `master` those in float32.
     """
     torch.manual_seed(seed)
     network, batches = MODELS[model](torch.Generator().manual_seed(seed))
     betas = (0.9, 0.95) if model.startswith("GPT") else (0.9, 0.999)  # as such models are usually trained
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, betas=betas, weight_decay=0.1)
+    used = copy.deepcopy(network).bfloat16() if mixed else network
     for _ in range(steps):
         x, y = next(batches)
-        loss = functional.cross_entropy(network(x), y)
-        optimizer.zero_grad()
+        loss = functional.cross_entropy(used(x.bfloat16() if mixed and x.is_floating_point() else x).float(), y)
+        used.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        if mixed:
+            for parameter, rounded in zip(network.parameters(), used.parameters(), strict=True):
+                assert rounded.grad is not None
+                parameter.grad = rounded.grad.float()
         optimizer.step()
-    state: dict[str, dict[str, Tensor]] = {"w": {}, "m": {}, "v": {}}
+        if mixed:
+            with torch.no_grad():
+                for parameter, rounded in zip(network.parameters(), used.parameters(), strict=True):
+                    rounded.copy_(parameter)
+    weights = "master" if mixed else "w"
+    state: dict[str, dict[str, Tensor]] = {weights: {}, "m": {}, "v": {}}
     for name, parameter in network.named_parameters():
-        state["w"][name] = parameter.detach().clone()
+        state[weights][name] = parameter.detach().clone()
         state["m"][name] = optimizer.state[parameter]["exp_avg"].clone()
         state["v"][name] = optimizer.state[parameter]["exp_avg_sq"].clone()
+    if mixed:
+        state["w"] = {name: rounded.detach().clone() for name, rounded in used.named_parameters()}
     return state

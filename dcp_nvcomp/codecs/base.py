@@ -234,11 +234,11 @@ class ArrayToBytes(Codec):
         """Return True if a block with these flags was split by `split_from`."""
         return False
 
-    def split_from(self, base: U8, block: U8, planes: Sequence[U8]) -> int:
+    def split_from(self, base: U8, block: U8, planes: Sequence[U8], scratch: ScratchArrays) -> int:
         """Split one block, as `split` does, given the block's bytes of the record that it is derived from."""
         raise AssertionError(f"{self.name} has no base")
 
-    def merge_from(self, base: U8, planes: Sequence[U8], flags: int, block: U8) -> None:
+    def merge_from(self, base: U8, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:
         """Put a block together again whose flags need the base: the inverse of `split_from`."""
         raise AssertionError(f"{self.name} has no base")
 

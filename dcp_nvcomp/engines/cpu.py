@@ -102,7 +102,7 @@ class CpuEngine:
         # first, as this brings the block into the cache, from where it is split faster than from memory
         crc = 0 if codec.is_plain else checksum(block)
         arrays = self._arrays(codec.layout(block.nbytes, 0, has_coder), target)
-        flags = codec.split(block, arrays) if base is None else codec.split_from(base, block, arrays)
+        flags = codec.split(block, arrays) if base is None else codec.split_from(base, block, arrays, self._scratch)
         sizes: list[int] = []
         position = 0
         for plane, array in zip(codec.layout(block.nbytes, flags, has_coder), arrays, strict=True):
@@ -218,7 +218,7 @@ class CpuEngine:
         if base is None:
             codec.merge(planes, row.flags, out, self._scratch)
         else:
-            codec.merge_from(base, planes, row.flags, out)
+            codec.merge_from(base, planes, row.flags, out, self._scratch)
 
     def _fill_planes(
         self, source: U8, row: BlockRow, chain: CodecChain, nbytes: int, planes: Sequence[U8 | None]

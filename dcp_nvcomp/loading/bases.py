@@ -57,7 +57,7 @@ class StoredBases:
         footer: of the file.
         start: where in the file `data` begins.
         data: what was read.
-        blocks: record and number of each block in it.
+        blocks: record and number of those in it that are likely to need a base.
         read: reads a range of the file.
     """
 
@@ -86,7 +86,7 @@ class StoredBases:
     def _stored(self, base: Base) -> memoryview:
         found = self._find(base)
         if found is None:
-            self._fetch_from(base.number)
+            self._fetch(base)
             found = self._find(base)
         assert found is not None
         return found
@@ -97,10 +97,11 @@ class StoredBases:
                 return data[base.start - start : base.stop - start]
         return None
 
-    def _fetch_from(self, number: int) -> None:
-        """Fetch block `number` and the bases of the blocks that need later ones."""
-        bases = [base_of(self._footer, record, block) for record, block in self._blocks]
-        spans = [(one.start, one.stop) for one in bases if one and one.number >= number and self._find(one) is None]
+    def _fetch(self, base: Base) -> None:
+        """Fetch a base, and those of the blocks that come later."""
+        others = (base_of(self._footer, record, number) for record, number in self._blocks)
+        later = [one for one in others if one is not None and one.number > base.number and self._find(one) is None]
+        spans = [(one.start, one.stop) for one in (base, *later)]
         del self._ranges[1:]
         for span in coalesce(spans, GAP_NBYTES, _MOST_TOGETHER_NBYTES):
             self._ranges.append((span.start, memoryview(self._read(span.start, span.stop))))
@@ -122,13 +123,21 @@ class LoadedBases:
         if base is None:
             return None
         out: U8 = self._scratch.array("base", int(read.footer.block_nbytes[base.number]), np.uint8)
-        if not _is_loaded(read.wanted.get(base.number), block_row(read.footer, base.number).uncompressed_crc, out):
+        if not _is_loaded(read, base, out):
             if self._stored is None or self._read is not read:
-                blocks = [(one.record, one.number) for one in read.blocks]
+                blocks = [(one.record, one.number) for one in read.blocks if not self._is_loaded(one, read)]
                 fetch = partial(self._fetch, read.name)
                 self._read, self._stored = read, StoredBases(read.footer, read.start, data, blocks, fetch)
             self._stored.decode(base, self._engine, out, verify=self._verify)
         return out
+
+    def _is_loaded(self, block: BlockRead, read: Read) -> bool:
+        """Return True if what a block needs is in memory."""
+        base = base_of(read.footer, block.record, block.number)
+        if base is None:
+            return True
+        out = self._scratch.array("another", int(read.footer.block_nbytes[base.number]), np.uint8)
+        return _is_loaded(read, base, out)
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:
         self.fetched_nbytes += stop - start
@@ -139,8 +148,9 @@ class LoadedBases:
         self._read = self._stored = None
 
 
-def _is_loaded(block: BlockRead | None, crc: int, out: U8) -> bool:
+def _is_loaded(read: Read, base: Base, out: U8) -> bool:
     """Copy a block from where it was loaded to, if it is there."""
+    block, crc = read.wanted.get(base.number), int(read.footer.tables.uncompressed_crc[base.number])
     for target in block.targets if block is not None else ():
         direct = target.destination.direct(alone(block.box)) if block is not None and target.is_resolved else None
         if direct is not None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,8 @@ _MOST_FLOATS: Final = 1 << 24  # of a block, whose exceptions the flags have roo
 
 BASE_DTYPE: Final = "bfloat16"
 
+_Halves: TypeAlias = npt.NDArray[np.uint16]
+
 
 @dataclass(frozen=True)
 class Derived(ArrayToBytes):
@@ -42,7 +44,7 @@ class Derived(ArrayToBytes):
         >>> master = np.array([1.0, 1.01, -3.14], np.float32)
         >>> weight = np.array([0x3F80, 0x3F81, 0xC049], np.uint16)  # the same in bfloat16
         >>> low, high = np.empty(6, np.uint8), np.empty(6, np.uint8)
-        >>> Derived().split_from(weight.view(np.uint8), master.view(np.uint8), [low, high])
+        >>> Derived().split_from(weight.view(np.uint8), master.view(np.uint8), [low, high], ScratchArrays())
         4
     """
 
@@ -82,11 +84,12 @@ class Derived(ArrayToBytes):
         for plane, half in zip(planes, (halves[:, 0], halves[:, 1]), strict=True):
             np.copyto(half, plane.view(np.uint16))
 
-    def split_from(self, base: U8, block: U8, planes: Sequence[U8]) -> int:
+    def split_from(self, base: U8, block: U8, planes: Sequence[U8], scratch: ScratchArrays) -> int:
         low, halves = planes[0].view(np.uint16), _halves(block)
         np.copyto(low, halves[:, 0])
         upper = halves[:, 1]
-        positions = np.flatnonzero(_expected(base, low) != upper)
+        expected = _expected(base, low, scratch.array("expected", low.size, np.uint16))
+        positions = np.flatnonzero(np.not_equal(expected, upper, out=scratch.array("other", low.size, np.bool_)))
         if positions.size > low.size // _FEWEST or low.size >= _MOST_FLOATS:
             np.copyto(planes[1].view(np.uint16), upper)
             return 0
@@ -95,16 +98,18 @@ class Derived(ArrayToBytes):
         planes[1][nbytes : positions.size * _EXCEPTION_NBYTES].view(np.uint16)[:] = upper[positions]
         return DERIVED_FLAG | positions.size << _EXCEPTIONS_SHIFT
 
-    def merge_from(self, base: U8, planes: Sequence[U8], flags: int, block: U8) -> None:
+    def merge_from(self, base: U8, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:
         low, exceptions = planes[0].view(np.uint16), planes[1]
         nbytes = (flags >> _EXCEPTIONS_SHIFT) * 4
         positions = exceptions[:nbytes].view(np.uint32)
         if exceptions.size > low.nbytes or (positions.size and int(positions.max()) >= low.size):
             raise CorruptDataError("A block has exceptions that are not in it.")
-        halves, upper = _halves(block), _expected(base, low)
+        upper = _expected(base, low, scratch.array("expected", low.size, np.uint16))
         upper[positions] = exceptions[nbytes:].view(np.uint16)
-        np.copyto(halves[:, 0], low)
-        np.copyto(halves[:, 1], upper)
+        floats = block.view(np.uint32)  # whole ones, as vector instructions write them
+        np.copyto(floats, upper)
+        np.left_shift(floats, 16, out=floats)
+        np.bitwise_or(floats, low, out=floats)
 
 
 DERIVED: Final = CodecChain(Derived())
@@ -112,16 +117,16 @@ DERIVED: Final = CodecChain(Derived())
 
 def is_rounded(base: U8, floats: U8) -> bool:
     """Return True if almost all of some float32 were rounded to what `base` has."""
-    halves = _halves(floats)
-    return int(np.count_nonzero(_expected(base, halves[:, 0]) != halves[:, 1])) <= len(halves) // _FEWEST
+    low, high = _halves(floats).T
+    return int(np.count_nonzero(_expected(base, low, np.empty_like(high)) != high)) <= len(high) // _FEWEST
 
 
-def _halves(block: U8) -> npt.NDArray[np.uint16]:
+def _halves(block: U8) -> _Halves:
     """Return the lower and the upper half of each float."""
     return block.view(np.uint16).reshape(-1, 2)
 
 
-def _expected(base: U8, low: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+def _expected(base: U8, low: _Halves, out: _Halves) -> _Halves:
     """Return the upper halves of floats that were rounded to `base`, as if ties were always rounded up."""
-    found: npt.NDArray[np.uint16] = base.view(np.uint16) - (low >> 15)
-    return found
+    np.right_shift(low, 15, out=out)
+    return np.subtract(base.view(np.uint16), out, out=out)

@@ -72,7 +72,7 @@ class RecordMaker:
     ) -> None:
         self._engine, self._hashes, self._derived = engine, hashes, derived
         self._bases = frozenset(derived.values())
-        self._base: tuple[MetadataIndex, HostArray] | None = None  # of the record that was made last
+        self._base: _Base | None = None  # the record that was made last, if it is one
         self._policy = CodecPolicy(chooser)
         self._remembered = remembered
         self._judge = Judge()
@@ -129,17 +129,31 @@ class RecordMaker:
     def _in_host_memory(self, index: MetadataIndex, record: Record, array: HostArray) -> Ready:
         """Return a record for which `auto` chooses, or that is derived from the one before."""
         base, self._base = self._base, None
-        is_base = index in self._bases and record.element.name == BASE_DTYPE
-        # a base has the blocks of what is derived from it
-        grid = box_grid(record.shape, _FLOAT32.nbytes if is_base else record.element.nbytes)
-        record = replace(record, grid=grid, block_count=grid.block_count)
-        if is_base:
-            self._base = index, array
-        elif base is not None and self._derived.get(index) == base[0] and is_derived(record, array, base[1]):
-            record = replace(record, chain=DERIVED)
+        if base is not None and self._derived.get(index) == base.weight and is_derived(record, array, base.array):
+            record = replace(record, grid=base.grid, chain=DERIVED, block_count=base.grid.block_count)
             members = (Member(index, record, record.uncompressed_nbytes),)
-            return PendingRecord(record, record.element.name, members), DerivedSource(array, base[1])
+            return PendingRecord(record, record.element.name, members), DerivedSource(array, base.array)
+        is_base = index in self._bases
+        grid = _grid_of_base(record.shape) if is_base else box_grid(record.shape, record.element.nbytes)
+        if is_base:
+            self._base = _Base(index, array, grid)
+        record = replace(record, grid=grid, block_count=grid.block_count)
         return _ready_later(index, record, record.element.name, array, self._remembered.host)
+
+
+class _Base(NamedTuple):
+    """What the next record may be derived from."""
+
+    weight: MetadataIndex
+    array: HostArray
+    grid: BlockGrid  # of both
+
+
+def _grid_of_base(shape: tuple[int, ...]) -> BlockGrid:
+    """Return the blocks of a bfloat16 tensor, smaller if those of float32 were too large for a task."""
+    grid = box_grid(shape, ELEMENT_TYPES[BASE_DTYPE].nbytes)
+    is_large = math.prod(map(min, grid.block_shape, shape)) * _FLOAT32.nbytes > BLOCK_NBYTES
+    return box_grid(shape, _FLOAT32.nbytes) if is_large else grid
 
 
 class _Region(NamedTuple):
