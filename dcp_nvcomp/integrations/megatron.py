@@ -28,6 +28,8 @@ from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.saving.writer import NvcompWriter
 
 _KNOWN = ("0.16", "0.17", "0.18", "0.19")  # in the tests; Megatron changes what is used here from one to the next
+# How its optimizers name float32 weights: before the key of those that the model computes with.
+_DERIVED: Mapping[str, Any] = {"derived": {"optimizer.state.fp32_param.*": "*"}}
 _PRIVATE = (
     "MCoreSavePlanner",
     "_get_filesystem_reader",
@@ -141,7 +143,7 @@ _reader_options: ContextVar[Mapping[str, Any] | None] = ContextVar("reader_optio
 
 
 def _save(strategy: Any, options: Mapping[str, Any], sharded_state_dict: Any, checkpoint_dir: Any) -> None:
-    writer = NvcompWriter(checkpoint_dir, **options)
+    writer = NvcompWriter(checkpoint_dir, **{**_DERIVED, **options})
     dcp_save(_state_of(strategy, sharded_state_dict), storage_writer=writer, planner=_planner(strategy))
 
 
@@ -153,7 +155,7 @@ def _async_save(
     async_strategy: str | None = None,
 ) -> Any:
     parts = _async_parts(async_strategy)
-    writer = NvcompAsyncWriter(checkpoint_dir, **options)
+    writer = NvcompAsyncWriter(checkpoint_dir, **{**_DERIVED, **options})
     plan, finalize, request = (
         parts[name] for name in ("save_state_dict_async_plan", "save_state_dict_async_finalize", "AsyncRequest")
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.format.footers import footers_of
 from tests.integrations.launch import check_cleaned, check_ours, check_resumed, needs, notes, printed, start
 
 pytestmark = pytest.mark.ci
@@ -49,7 +50,11 @@ def test_killed_in_a_save_and_resumed_on_more_ranks(tmp_path: Path, how: str) ->
         for step in (1, 2):  # the second was saved on three ranks, to the directory of the dead save
             assert found[rank, "resume", "loaded", step] == found[rank, "resume", "right", step]
     for step in (1, 2):
-        check_ours(tmp_path / f"iter_000000{step}")
+        path = tmp_path / f"iter_000000{step}"
+        check_ours(path)
+        records = [record for footer in footers_of(path) for record in footer.records]
+        derived = [record for record in records if record.fqn.startswith("optimizer.state.fp32_param.")]
+        assert derived and all(record.base is not None for record in derived), "as Megatron names its masters"
 
 
 def _printed(script: str, *arguments: str) -> list[str]:

@@ -292,6 +292,23 @@ def test_damage_is_found_where_it_is(tmp_path: Path, fqn: str, verified: str) ->
     assert {one.byte_range for one in found} == {byte_range}
 
 
+def test_a_weight_that_was_flipped_on_the_way_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = trained({"a": (300, 700)})
+    save(tmp_path, state, derived=DERIVED)
+    read, flipped = PosixFilesystem.read, list[int]()
+
+    def flip(self: PosixFilesystem, name: str, start: int, stop: int) -> bytes:
+        data = bytearray(read(self, name, start, stop))
+        if name.endswith(".distcp") and stop - start > 100_000 and not flipped:
+            flipped.append(start)
+            data[1000] ^= 1
+        return bytes(data)
+
+    monkeypatch.setattr(PosixFilesystem, "read", flip)
+    assert_loads(tmp_path, {"optimizer.master.a": state["optimizer.master.a"]})
+    assert flipped
+
+
 def test_a_weight_that_the_load_changes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner may do with a weight what it wants once it is there: its CRC says so."""
     state = trained({"a": (300, 700)})

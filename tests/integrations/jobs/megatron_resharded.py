@@ -19,14 +19,14 @@ from tests.faults.failpoints import BY_NAME
 from tests.integrations.jobs.common import Job, stand_in_for_cuda
 from tests.integrations.jobs.megatron import asynchronously, new_queue
 
-SHAPES = {"rows": (1200, 64), "columns": (64, 1200), "replicated": (300,)}
-DTYPES = {"rows": torch.float32, "columns": torch.bfloat16, "replicated": torch.float32}
+SHAPES = {"rows": (1200, 64), "columns": (64, 2400), "replicated": (300,)}
+MASTER = "optimizer.state.fp32_param.columns"  # as Megatron names the float32 one of "columns"
 
 
 def whole(name: str, step: int) -> torch.Tensor:
     """Return a tensor as it is after a step; the same on any number of ranks."""
     seed = torch.Generator().manual_seed(100 * step + len(name))
-    return torch.randn(SHAPES[name], generator=seed).to(DTYPES[name])
+    return torch.randn(SHAPES[name], generator=seed)
 
 
 def parts(step: int) -> dict[str, torch.Tensor]:
@@ -34,7 +34,8 @@ def parts(step: int) -> dict[str, torch.Tensor]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return {
         "rows": whole("rows", step).chunk(ranks)[rank],
-        "columns": whole("columns", step).chunk(ranks, dim=1)[rank].contiguous(),
+        "columns": whole("columns", step).chunk(ranks, dim=1)[rank].bfloat16().contiguous(),
+        MASTER: whole("columns", step).chunk(ranks, dim=1)[rank].contiguous(),
         "replicated": whole("replicated", step),
     }
 
@@ -45,9 +46,10 @@ def sharded(tensors: dict[str, torch.Tensor], step: int | None) -> dict[str, Any
     return {
         "model": {
             "rows": ShardedTensor.from_rank_offsets("rows", tensors["rows"], (0, rank, ranks)),
+            "columns": ShardedTensor.from_rank_offsets("columns", tensors["columns"], (1, rank, ranks)),
             "replicated": ShardedTensor.from_rank_offsets("replicated", tensors["replicated"], replica_id=rank),
         },
-        "optimizer": [ShardedTensor.from_rank_offsets("columns", tensors["columns"], (1, rank, ranks))],
+        "optimizer": [ShardedTensor.from_rank_offsets(MASTER, tensors[MASTER], (1, rank, ranks))],
         "seen": ShardedObject("seen", {"seen": step}, (1,), (0,), replica_id=rank),
         **({} if step is None else {"step": step}),
     }
@@ -79,10 +81,10 @@ def main() -> None:
         zeros = {name: torch.zeros_like(part) for name, part in parts(step).items()}
         strategy, path = NvcompLoadStrategy(), str(job.directory / f"iter_{step:07}")
         loaded = dist_checkpointing.load(sharded(zeros, None), path, strategy)
-        (columns,) = loaded["optimizer"]
-        job.note("loaded", step, [loaded["model"], columns, loaded["seen"], loaded["step"]])
-        rows, columns, replicated = parts(step).values()
-        job.note("right", step, [{"rows": rows, "replicated": replicated}, columns, {"seen": step}, step])
+        job.note("loaded", step, [loaded["model"], loaded["optimizer"], loaded["seen"], loaded["step"]])
+        model = parts(step)
+        optimizer = [model.pop(MASTER)]
+        job.note("right", step, [model, optimizer, {"seen": step}, step])
 
     if job.resumes:
         assert not dist_checkpointing.check_is_distributed_checkpoint(str(job.directory / "iter_0000002"))
