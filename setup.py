@@ -9,6 +9,7 @@ from setuptools import Extension, setup
 KERNELS = (
     "dcp_nvcomp.codecs.transforms._planes",
     "dcp_nvcomp.codecs.transforms._rowcol",
+    "dcp_nvcomp.codecs.transforms._derived",
     "dcp_nvcomp.codecs.coders._literals",
     "dcp_nvcomp.codecs._planes_literals",
 )

@@ -234,12 +234,21 @@ class ArrayToBytes(Codec):
         """Return True if a block with these flags was split by `split_from`."""
         return False
 
-    def split_from(self, base: U8, block: U8, planes: Sequence[U8], scratch: ScratchArrays) -> int:
-        """Split one block, as `split` does, given the block's bytes of the record that it is derived from."""
+    def split_from(self, base: U8, rows: U8, planes: Sequence[U8]) -> tuple[int, int]:
+        """Split one block into planes that are all stored, given what its base has in its place.
+
+        Args:
+            base: bytes of the base's block, a matrix; those of a row are next to each other.
+            rows: bytes of the block, likewise.
+            planes: as for `split`.
+
+        Returns:
+            The block's flags, and the CRC of its bytes.
+        """
         raise AssertionError(f"{self.name} has no base")
 
-    def merge_from(self, base: U8, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:
-        """Put a block together again whose flags need the base: the inverse of `split_from`."""
+    def merge_from(self, base: U8, planes: Sequence[U8], flags: int, rows: U8) -> int:
+        """Put a block together again whose flags need the base, contiguous here, and return the CRC of its bytes."""
         raise AssertionError(f"{self.name} has no base")
 
     def fits(self, element: ElementType) -> bool:

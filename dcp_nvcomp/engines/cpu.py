@@ -54,11 +54,19 @@ class CpuEngine:
         self._whole: dict[tuple[CodecChain, bool], PlanesLiterals | None] = {}
         self._skipped: dict[CodecChain, int] = {}
 
-    def encode(self, block: U8, chain: CodecChain, out: memoryview, base: U8 | None = None) -> EncodedBlock:
-        """Encode one block, of which `base` has the record that it is derived from, if it is."""
-        if base is not None:
-            return self._encode_in_steps(block, chain, out, base)
+    def encode(self, block: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
+        """Encode one block."""
         return self.encode_beside(block[np.newaxis], (block.size,), chain, out)[0][0]
+
+    def encode_from(self, base: U8, rows: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
+        """Encode one block by what its base has in its place; both are matrices."""
+        target, codec = np.frombuffer(out, np.uint8), chain.array_to_bytes
+        flags, crc = codec.split_from(base, rows, self._arrays(codec.layout(rows.size, 0, False), target))
+        position = 0
+        for plane in codec.layout(rows.size, flags, False):
+            position = _pad(target, position + plane.nbytes)
+        encoded = out[:position]
+        return EncodedBlock(encoded, BlockRow(flags, (), checksum(encoded), crc), rows.size)
 
     def encode_beside(
         self, rows: U8, widths: tuple[int, ...], chain: CodecChain, out: memoryview
@@ -96,13 +104,13 @@ class CpuEngine:
         np.copyto(copy.reshape(rows.shape), rows)
         return copy
 
-    def _encode_in_steps(self, block: U8, chain: CodecChain, out: memoryview, base: U8 | None = None) -> EncodedBlock:
+    def _encode_in_steps(self, block: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
         target = np.frombuffer(out, np.uint8)
         codec, has_coder = chain.array_to_bytes, chain.coder is not None
         # first, as this brings the block into the cache, from where it is split faster than from memory
         crc = 0 if codec.is_plain else checksum(block)
         arrays = self._arrays(codec.layout(block.nbytes, 0, has_coder), target)
-        flags = codec.split(block, arrays) if base is None else codec.split_from(base, block, arrays, self._scratch)
+        flags = codec.split(block, arrays)
         sizes: list[int] = []
         position = 0
         for plane, array in zip(codec.layout(block.nbytes, flags, has_coder), arrays, strict=True):
@@ -153,6 +161,9 @@ class CpuEngine:
         self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, *, verify: str, base: U8 | None = None
     ) -> None:
         """Decode one block; `base` is what its record's base has in its place, if its codec needs that."""
+        if base is not None:
+            self._decode_from(base, data, row, chain, out, verify)
+            return
         whole = self._whole_blocks(chain, decoding=True)
         if whole is not None:
             rows = out if out.ndim == 2 else out[np.newaxis]
@@ -163,10 +174,10 @@ class CpuEngine:
                 raise CorruptDataError(outcome.problem)
             self._learn(chain, outcome.is_foreign)
         if out.flags.c_contiguous:
-            self._decode_in_steps(data, row, chain, out.reshape(-1), verify, base)
+            self._decode_in_steps(data, row, chain, out.reshape(-1), verify)
             return
         decoded = self._scratch.array("joined", out.size, np.uint8)
-        self._decode_in_steps(data, row, chain, decoded, verify, base)
+        self._decode_in_steps(data, row, chain, decoded, verify)
         np.copyto(out, decoded.reshape(out.shape))
 
     def decodes_whole(self, chain: CodecChain) -> bool:
@@ -195,16 +206,19 @@ class CpuEngine:
         if is_foreign:
             self._skipped[chain] = _SKIPPED_BLOCKS
 
-    def _decode_in_steps(
-        self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, verify: str, base: U8 | None
-    ) -> None:
-        if verify != "off" and checksum(data) != row.encoded_crc:
-            raise CorruptDataError("The stored bytes fail their CRC: the file is corrupt.")
-        self._decode_planes(data, row, chain, out, base)
-        if verify == "full" and checksum(out) != row.uncompressed_crc:
-            raise CorruptDataError("The decoded bytes fail their CRC, though the stored ones match theirs.")
+    def _decode_from(self, base: U8, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, verify: str) -> None:
+        _check_stored(data, row, verify)
+        planes = self._fill_planes(np.frombuffer(data, np.uint8), row, chain, out.nbytes, [None, None])
+        rows = out if out.ndim == 2 else out[np.newaxis]
+        _check_decoded(chain.array_to_bytes.merge_from(base, planes, row.flags, rows), row, verify)
 
-    def _decode_planes(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, base: U8 | None) -> None:
+    def _decode_in_steps(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8, verify: str) -> None:
+        _check_stored(data, row, verify)
+        self._decode_planes(data, row, chain, out)
+        if verify == "full":
+            _check_decoded(checksum(out), row, verify)
+
+    def _decode_planes(self, data: memoryview, row: BlockRow, chain: CodecChain, out: U8) -> None:
         codec = chain.array_to_bytes
         source = np.frombuffer(data, np.uint8)
         if codec.is_plain:
@@ -214,11 +228,7 @@ class CpuEngine:
             self._scratch.array(f"plane {index}", plane.nbytes, np.uint8) if plane.coded else None
             for index, plane in enumerate(codec.layout(out.nbytes, row.flags, chain.coder is not None))
         ]
-        planes = self._fill_planes(source, row, chain, out.nbytes, arrays)
-        if base is None:
-            codec.merge(planes, row.flags, out, self._scratch)
-        else:
-            codec.merge_from(base, planes, row.flags, out, self._scratch)
+        codec.merge(self._fill_planes(source, row, chain, out.nbytes, arrays), row.flags, out, self._scratch)
 
     def _fill_planes(
         self, source: U8, row: BlockRow, chain: CodecChain, nbytes: int, planes: Sequence[U8 | None]
@@ -248,6 +258,16 @@ class CpuEngine:
         if next(sizes, None) is not None or position > source.size:
             raise CorruptDataError("The block does not have the slices that its codec makes.")
         return [plane for plane in filled if plane is not None]
+
+
+def _check_stored(data: memoryview, row: BlockRow, verify: str) -> None:
+    if verify != "off" and checksum(data) != row.encoded_crc:
+        raise CorruptDataError("The stored bytes fail their CRC: the file is corrupt.")
+
+
+def _check_decoded(crc: int, row: BlockRow, verify: str) -> None:
+    if verify == "full" and crc != row.uncompressed_crc:
+        raise CorruptDataError("The decoded bytes fail their CRC, though the stored ones match theirs.")
 
 
 def _pad(target: U8, position: int) -> int:

@@ -21,6 +21,7 @@ _PACKAGES: Final = (
 _KERNELS: Final = {
     "planes kernel": "dcp_nvcomp.codecs.transforms._planes",
     "rows and columns kernel": "dcp_nvcomp.codecs.transforms._rowcol",
+    "masters kernel": "dcp_nvcomp.codecs.transforms._derived",
     "literals kernel": "dcp_nvcomp.codecs.coders._literals",
     "planes and literals kernel": "dcp_nvcomp.codecs._planes_literals",
 }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dcp_nvcomp.codecs import CodecChain, Derived, Zstd
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES, U8, EncodedBlock
 from dcp_nvcomp.codecs.registry import chain_from_json
+from dcp_nvcomp.codecs.transforms import derived
 from dcp_nvcomp.codecs.transforms.derived import DERIVED, is_rounded
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import CorruptDataError, FormatError
@@ -20,6 +23,14 @@ BITS = st.one_of(
     st.integers(0, 0xFFFF_FFFF),
     st.sampled_from([0x7F80_0000, 0xFF80_0001, 0x7FC0_0000, 0x8000_0000, 0x7F7F_FFFF, 0xFFFF_FFFF, 1, 0x3F80_8000]),
 )
+
+
+@pytest.fixture(autouse=True, params=["_derived", "derived_numpy"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Every test here runs with the kernels in numpy, and, where they are compiled, with those in C."""
+    module: ModuleType = pytest.importorskip(f"dcp_nvcomp.codecs.transforms.{request.param}")
+    monkeypatch.setattr(derived, "kernels", module)
+    return module
 
 
 def rounded(master: U8) -> U8:
@@ -33,7 +44,7 @@ def trained(count: int, seed: int = 0) -> U8:
 
 def encoded(master: U8, weight: U8) -> EncodedBlock:
     room = memoryview(bytearray(DERIVED.max_encoded_nbytes(master.nbytes)))
-    return CpuEngine().encode(master, DERIVED, room, weight)
+    return CpuEngine().encode_from(weight[np.newaxis], master[np.newaxis], DERIVED, room)
 
 
 def decoded(block: EncodedBlock, weight: U8, *, verify: str = "full") -> U8:
@@ -66,7 +77,7 @@ def test_ties_of_both_kinds() -> None:
     np.testing.assert_array_equal(decoded(block, rounded(master)), master)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(BITS, min_size=1, max_size=200), st.booleans(), st.randoms())
 def test_every_bit_pattern(bits: list[int], is_rounded_here: bool, random: object) -> None:
     master = np.array(bits, np.uint32).view(np.uint8)
@@ -138,3 +149,37 @@ def test_what_a_footer_may_say_of_it() -> None:
     assert [name for name, element in ELEMENT_TYPES.items() if Derived().fits(element)] == ["float32"]
     with pytest.raises(FormatError, match="No coder follows"):
         chain_from_json(CodecChain(Derived(), Zstd()).to_json())
+
+
+def columns_of(floats: U8, rows: int, first: int, stop: int) -> U8:
+    """The columns `first` to `stop`, in bytes, of bytes as a matrix."""
+    return floats.reshape(rows, -1)[:, first:stop]
+
+
+# rows, floats in a row, the first of a block's, and how many
+BLOCKS = [(1, 1, 0, 1), (7, 33, 3, 17), (64, 1500, 700, 800), (3, 512, 0, 512), (5, 2000, 1, 1025), (2, 4, 1, 0)]
+
+
+@pytest.mark.parametrize("kind", ["one row", "both cut", "weights contiguous", "masters contiguous"])
+@pytest.mark.parametrize("shape", BLOCKS)
+def test_blocks_that_are_columns(shape: tuple[int, int, int, int], kind: str) -> None:
+    rows, width, first, count = shape
+    masters = trained(rows * width)
+    weights = rounded(masters).copy()
+    weights[:: max(1, weights.size // 5)] ^= 0x20
+    master = columns_of(masters, rows, 4 * first, 4 * (first + count))
+    weight = columns_of(weights, rows, 2 * first, 2 * (first + count))
+    plain = encoded(np.ascontiguousarray(master).reshape(-1), np.ascontiguousarray(weight).reshape(-1))
+    if kind in ("one row", "masters contiguous"):
+        master = np.ascontiguousarray(master).reshape(1, -1)
+    if kind in ("one row", "weights contiguous"):
+        weight = np.ascontiguousarray(weight).reshape(1, -1)
+    block = CpuEngine().encode_from(weight, master, DERIVED, memoryview(bytearray(plain.uncompressed_nbytes + 64)))
+    assert bytes(block.data) == bytes(plain.data) and block.row == plain.row
+    into = np.full((rows, width * 4), 0x77, np.uint8)
+    part = into[:, 4 * first : 4 * (first + count)]
+    base = np.ascontiguousarray(weight).reshape(-1) if block.row.flags else None
+    CpuEngine().decode(block.data, block.row, DERIVED, part, verify="full", base=base)
+    np.testing.assert_array_equal(part.reshape(master.shape), master)
+    part[...] = 0x77
+    assert (into == 0x77).all(), "nothing beside it was written"

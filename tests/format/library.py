@@ -11,6 +11,7 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.codecs import CodecChain
+from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.footer import FileIdentity, Footer, parse_footer
@@ -68,10 +69,16 @@ def write_file(records: Iterable[tuple[dict[str, Any], CodecChain | None, bytes]
             members = () if record.kind == "pack" else (member_of(record),)
             writer.begin(PendingRecord(record, record.element.name, members))
             pairs = zip(blocks_of(record, elements), bases, strict=False)
-            writer.append([engine.encode(block, chain, room(block, chain), base) for block, base in pairs])
+            writer.append([encode(engine, block, chain, base) for block, base in pairs])
             before = elements
         writer.finish()
     return bytes(stream.data)
+
+
+def encode(engine: CpuEngine, block: np.ndarray, chain: CodecChain, base: np.ndarray | None) -> EncodedBlock:
+    if base is None:
+        return engine.encode(block, chain, room(block, chain))
+    return engine.encode_from(base[np.newaxis], block[np.newaxis], chain, room(block, chain))
 
 
 def member_of(record: Record) -> Member:

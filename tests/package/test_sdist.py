@@ -22,6 +22,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
 }
 if platform.machine() == "x86_64":  # it needs that processor's instruction for CRC32C
     KERNELS["codecs/_planes_literals"] = ("encode_rows", "decode_rows")
+    KERNELS["codecs/transforms/_derived"] = ("split_rows", "merge_rows")
 CUDA_SOURCES = [str(path.relative_to(ROOT / "dcp_nvcomp")) for path in (ROOT / "dcp_nvcomp").rglob("*.cu")]
 DATA_FILES = (*(f"{kernel}.pyi" for kernel in KERNELS), "py.typed", *CUDA_SOURCES)
 BUILD = "import sys, setuptools.build_meta as backend; print(backend.build_sdist(sys.argv[1]))"

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 import dcp_nvcomp
 from dcp_nvcomp import NvcompWriter, convert, open_checkpoint
 from dcp_nvcomp.errors import ConfigurationError, CorruptDataError
 from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.loading import bases
-from dcp_nvcomp.saving.derived import derived_fqn
+from dcp_nvcomp.saving.derived import derived_fqn, pairs, together
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.tools import consolidate, verify
 from tests.checkpoints import assert_loads, load, save
@@ -334,6 +336,19 @@ def test_a_weight_that_the_load_changes_is_read(tmp_path: Path, monkeypatch: pyt
 def test_options_that_mean_nothing(tmp_path: Path, derived: Any) -> None:
     with pytest.raises(ConfigurationError, match="derived="):
         NvcompWriter(tmp_path, derived=derived)
+
+
+def test_a_pair_is_of_one_region() -> None:
+    def item(fqn: str, first: int, dtype: torch.dtype) -> WriteItem:
+        box = ChunkStorageMetadata(torch.Size([first, 0]), torch.Size([500, 400]))
+        data = TensorWriteData(box, TensorProperties(dtype=dtype), torch.Size([1000, 400]))
+        return WriteItem(MetadataIndex(fqn, box.offsets), WriteItemType.SHARD, tensor_data=data)
+
+    items = [item("model.a", 0, torch.bfloat16), item("model.a", 500, torch.bfloat16)]
+    items.append(item("optimizer.master.a", 500, torch.float32))
+    assert pairs(items, DERIVED) == {items[2].index: items[1].index}
+    assert together(items, pairs(items, DERIVED)) == [(items[0],), (items[1], items[2])]
+    assert pairs(items[::2], DERIVED) == {}
 
 
 def test_keys() -> None:

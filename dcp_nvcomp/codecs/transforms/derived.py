@@ -9,14 +9,15 @@ way round, with weights derived from masters, would take as many bytes, and thos
 The one case that rounding leaves open, a tie, goes into a list of exceptions, of position and upper half; so does
 whatever else is not a rounded master, NaNs for instance. A block with too many of them is stored as it is.
 
-Blocks are split by whole operations of numpy, and not in C: they are as fast as storing the rest of the state is.
+Blocks are split and merged by the compiled kernels of `_derived.c`, which sum them on the way, or by those of
+derived_numpy.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -24,15 +25,18 @@ import numpy.typing as npt
 from dcp_nvcomp.codecs.base import U8, ArrayToBytes, CodecChain, ElementType, Plane, ScratchArrays
 from dcp_nvcomp.errors import CorruptDataError
 
+try:
+    from dcp_nvcomp.codecs.transforms import _derived as kernels
+except ImportError:  # not compiled, or not for this processor
+    from dcp_nvcomp.codecs.transforms import derived_numpy as kernels  # type: ignore[no-redef]
+
 DERIVED_FLAG: Final = 4
 _EXCEPTIONS_SHIFT: Final = 8
-_EXCEPTION_NBYTES: Final = 6
+_EXCEPTION_NBYTES: Final = 6  # a position and an upper half
 _FEWEST: Final = 32  # floats for each exception: more of these gain little
 _MOST_FLOATS: Final = 1 << 24  # of a block, whose exceptions the flags have room for
 
 BASE_DTYPE: Final = "bfloat16"
-
-_Halves: TypeAlias = npt.NDArray[np.uint16]
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,9 @@ class Derived(ArrayToBytes):
         >>> import numpy as np
         >>> master = np.array([1.0, 1.01, -3.14], np.float32)
         >>> weight = np.array([0x3F80, 0x3F81, 0xC049], np.uint16)  # the same in bfloat16
-        >>> low, high = np.empty(6, np.uint8), np.empty(6, np.uint8)
-        >>> Derived().split_from(weight.view(np.uint8), master.view(np.uint8), [low, high], ScratchArrays())
+        >>> base, rows = weight.view(np.uint8)[np.newaxis], master.view(np.uint8)[np.newaxis]
+        >>> flags, crc = Derived().split_from(base, rows, [np.empty(6, np.uint8), np.empty(6, np.uint8)])
+        >>> flags  # derived, without exceptions
         4
     """
 
@@ -84,32 +89,21 @@ class Derived(ArrayToBytes):
         for plane, half in zip(planes, (halves[:, 0], halves[:, 1]), strict=True):
             np.copyto(half, plane.view(np.uint16))
 
-    def split_from(self, base: U8, block: U8, planes: Sequence[U8], scratch: ScratchArrays) -> int:
-        low, halves = planes[0].view(np.uint16), _halves(block)
-        np.copyto(low, halves[:, 0])
-        upper = halves[:, 1]
-        expected = _expected(base, low, scratch.array("expected", low.size, np.uint16))
-        positions = np.flatnonzero(np.not_equal(expected, upper, out=scratch.array("other", low.size, np.bool_)))
-        if positions.size > low.size // _FEWEST or low.size >= _MOST_FLOATS:
-            np.copyto(planes[1].view(np.uint16), upper)
-            return 0
-        nbytes = positions.size * 4
-        planes[1][:nbytes].view(np.uint32)[:] = positions
-        planes[1][nbytes : positions.size * _EXCEPTION_NBYTES].view(np.uint16)[:] = upper[positions]
-        return DERIVED_FLAG | positions.size << _EXCEPTIONS_SHIFT
+    def split_from(self, base: U8, rows: U8, planes: Sequence[U8]) -> tuple[int, int]:
+        low, high = planes
+        count = rows.size // 4
+        most = count // _FEWEST if count < _MOST_FLOATS else 0
+        if len(base) != len(rows):  # one of them is contiguous, and so one row
+            base, rows = (one.reshape(max(len(base), len(rows)), -1) for one in (base, rows))
+        exceptions, crc = kernels.split_rows(rows, base, low, high, most)
+        return (DERIVED_FLAG | exceptions << _EXCEPTIONS_SHIFT if exceptions >= 0 else 0), crc
 
-    def merge_from(self, base: U8, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:
-        low, exceptions = planes[0].view(np.uint16), planes[1]
-        nbytes = (flags >> _EXCEPTIONS_SHIFT) * 4
-        positions = exceptions[:nbytes].view(np.uint32)
-        if exceptions.size > low.nbytes or (positions.size and int(positions.max()) >= low.size):
+    def merge_from(self, base: U8, planes: Sequence[U8], flags: int, rows: U8) -> int:
+        low, exceptions = planes
+        crc = kernels.merge_rows(low, exceptions, base, rows) if exceptions.size <= low.size else None
+        if crc is None:
             raise CorruptDataError("A block has exceptions that are not in it.")
-        upper = _expected(base, low, scratch.array("expected", low.size, np.uint16))
-        upper[positions] = exceptions[nbytes:].view(np.uint16)
-        floats = block.view(np.uint32)  # whole ones, as vector instructions write them
-        np.copyto(floats, upper)
-        np.left_shift(floats, 16, out=floats)
-        np.bitwise_or(floats, low, out=floats)
+        return crc
 
 
 DERIVED: Final = CodecChain(Derived())
@@ -117,16 +111,10 @@ DERIVED: Final = CodecChain(Derived())
 
 def is_rounded(base: U8, floats: U8) -> bool:
     """Return True if almost all of some float32 were rounded to what `base` has."""
-    low, high = _halves(floats).T
-    return int(np.count_nonzero(_expected(base, low, np.empty_like(high)) != high)) <= len(high) // _FEWEST
+    flags, _ = Derived().split_from(base[np.newaxis], floats[np.newaxis], [np.empty_like(base), np.empty_like(base)])
+    return flags != 0
 
 
-def _halves(block: U8) -> _Halves:
+def _halves(block: U8) -> npt.NDArray[np.uint16]:
     """Return the lower and the upper half of each float."""
     return block.view(np.uint16).reshape(-1, 2)
-
-
-def _expected(base: U8, low: _Halves, out: _Halves) -> _Halves:
-    """Return the upper halves of floats that were rounded to `base`, as if ties were always rounded up."""
-    np.right_shift(low, 15, out=out)
-    return np.subtract(base.view(np.uint16), out, out=out)

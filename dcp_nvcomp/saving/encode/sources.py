@@ -22,7 +22,7 @@ from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
 from dcp_nvcomp.engines.tensors import HostArray, host_copy
-from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, element_span, row_strip, strips
+from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, alone, element_span, row_strip, strips
 from dcp_nvcomp.format.record import KIND_PACK, Record
 
 U8 = npt.NDArray[np.uint8]
@@ -99,8 +99,8 @@ def encode_parts(
         assert isinstance(part.source, _HostEncoded)
         chain = part.choice.settle(bench)
         if isinstance(part.source, DerivedSource):
-            for block, base in part.source.blocks(part.boxes, bench):
-                blocks.append(bench.cpu.encode(block, chain, out[position:], base))
+            for base, rows in part.source.blocks(part.boxes, bench):
+                blocks.append(bench.cpu.encode_from(base, rows, chain, out[position:]))
                 position += len(blocks[-1].data)
             continue
         for strip in part.source.strips(part.boxes, bench):
@@ -147,9 +147,14 @@ class DerivedSource(HostSource):
     base: HostArray
 
     def blocks(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[tuple[U8, U8]]:
-        """Yield each block with its base, valid until the next."""
+        """Yield the base of each block, and the block, valid until the next."""
         for box in boxes:
-            yield block_bytes(self.array, box, bench.scratch), block_bytes(self.base, box, bench.base_scratch)
+            yield _rows(self.base, box, bench.base_scratch), _rows(self.array, box, bench.scratch)
+
+
+def _rows(array: HostArray, box: Box, scratch: ScratchArrays) -> U8:
+    strip = row_strip(array, alone(box))
+    return block_bytes(array, box, scratch)[np.newaxis] if strip is None else strip.rows
 
 
 def _one_row(block: U8) -> RowStrip:

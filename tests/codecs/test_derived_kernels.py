@@ -1,0 +1,77 @@
+"""The compiled kernels of `derived`: they make what numpy does, and touch nothing else."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dcp_nvcomp.codecs.transforms import derived_numpy
+
+from .sanitizers import compile_sanitized, run_sanitized
+from .test_derived import BLOCKS, columns_of, rounded, trained
+
+kernels = pytest.importorskip("dcp_nvcomp.codecs.transforms._derived")
+
+
+def test_planes_of_other_blocks_are_refused() -> None:
+    low, rows, base = np.zeros(64, np.uint8), np.zeros((2, 64), np.uint8), np.zeros((2, 32), np.uint8)
+    for arguments in (
+        (rows, base[:1], low, low, 1),
+        (rows, base[:, :30], low, low, 1),
+        (rows, base, low[:62], low, 1),
+        (rows, base, low, low[:62], 1),
+        (rows, base, low, low, 11),
+        (rows, base, low, low, -1),
+        (rows[:, ::2], base, low, low, 1),
+        (rows.reshape(-1), base, low, low, 1),
+    ):
+        with pytest.raises(ValueError, match="planes"):
+            kernels.split_rows(*arguments)
+    for arguments in ((low[:62], low[:6], low, rows), (low, low[:5], low, rows), (low, low[:6], low[:62], rows)):
+        with pytest.raises(ValueError, match="planes"):
+            kernels.merge_rows(*arguments)
+
+
+SANITIZED = """
+import numpy as np
+cases, hostile, made, low, high = pickle.loads(pathlib.Path(sys.argv[2]).read_bytes()), [], [], None, None
+for rows, base, most, positions in cases:
+    half = rows.size // 2
+    low, high = np.empty(half, np.uint8), np.empty(half, np.uint8)
+    count, crc = kernels.split_rows(rows, base, low, high, most)
+    found = high[: 6 * count if count >= 0 else half].tobytes()
+    into = np.empty_like(rows)
+    flat = np.ascontiguousarray(base).reshape(-1)
+    back = kernels.merge_rows(low, high[: 6 * count], flat, into) if count >= 0 else None
+    wrong = np.concatenate([np.array(positions, np.uint32).view(np.uint8), np.zeros(2 * len(positions), np.uint8)])
+    made.append((count, crc, low.tobytes(), found, back, into.tobytes() if back is not None else None,
+                 kernels.merge_rows(low, wrong, flat, into) is None))
+pathlib.Path(sys.argv[3]).write_bytes(pickle.dumps(made))
+"""
+
+
+@pytest.mark.ci
+def test_under_sanitizers(tmp_path: Path) -> None:
+    cases = []
+    for rows, width, first, count in BLOCKS:
+        masters = trained(rows * width)
+        weights = rounded(masters).copy()
+        weights[:: max(1, weights.size // 5)] ^= 0x20
+        master = columns_of(masters, rows, 4 * first, 4 * (first + count)).copy()
+        weight = columns_of(weights, rows, 2 * first, 2 * (first + count)).copy()
+        most = rows * count // 3
+        cases += [(master, weight, limit, [0, rows * count]) for limit in (0, min(1, most), most)]
+    (tmp_path / "cases").write_bytes(pickle.dumps(cases))
+    run_sanitized(
+        SANITIZED, compile_sanitized(tmp_path, "transforms/_derived.c"), tmp_path / "cases", tmp_path / "made"
+    )
+    for (master, weight, most, _), found in zip(cases, pickle.loads((tmp_path / "made").read_bytes()), strict=True):
+        low, high = (np.empty(master.size // 2, np.uint8) for _ in range(2))
+        count, crc = derived_numpy.split_rows(master, weight, low, high, most)
+        listed = high[: 6 * count] if count >= 0 else high
+        assert found[:4] == (count, crc, low.tobytes(), listed.tobytes())
+        assert count < 0 or found[4:6] == (crc, master.tobytes())
+        assert found[6], "a position that is not in the block"
