@@ -158,6 +158,7 @@ class EncodedBlock:
     data: memoryview  # its bytes on the host, a multiple of 16 long, valid as long as the buffer it was encoded into
     row: BlockRow  # its rows of the footer's tables
     uncompressed_nbytes: int
+    base_crc: int | None = None  # CRC32C that the base's block must have, if it needs one
     was_wrong: bool = False  # True if a GPU encoded it to wrong bytes before; these are the CPU engine's
 
 
@@ -187,6 +188,14 @@ class Codec(ABC):
         Raises:
             FormatError: it does not describe this codec.
         """
+
+
+class Split(NamedTuple):
+    """What a block that has a base was split into."""
+
+    flags: int
+    crc: int  # of the block
+    base_crc: int  # of what was taken for its base's block
 
 
 class ArrayToBytes(Codec):
@@ -234,16 +243,13 @@ class ArrayToBytes(Codec):
         """Return True if a block with these flags was split by `split_from`."""
         return False
 
-    def split_from(self, base: U8, rows: U8, planes: Sequence[U8]) -> tuple[int, int]:
+    def split_from(self, base: U8, rows: U8, planes: Sequence[U8]) -> Split:
         """Split one block into planes that are all stored, given what its base has in its place.
 
         Args:
             base: bytes of the base's block, a matrix; those of a row are next to each other.
             rows: bytes of the block, likewise.
             planes: as for `split`.
-
-        Returns:
-            The block's flags, and the CRC of its bytes.
         """
         raise AssertionError(f"{self.name} has no base")
 

@@ -61,12 +61,13 @@ class CpuEngine:
     def encode_from(self, base: U8, rows: U8, chain: CodecChain, out: memoryview) -> EncodedBlock:
         """Encode one block by what its base has in its place; both are matrices."""
         target, codec = np.frombuffer(out, np.uint8), chain.array_to_bytes
-        flags, crc = codec.split_from(base, rows, self._arrays(codec.layout(rows.size, 0, False), target))
+        split = codec.split_from(base, rows, self._arrays(codec.layout(rows.size, 0, False), target))
         position = 0
-        for plane in codec.layout(rows.size, flags, False):
+        for plane in codec.layout(rows.size, split.flags, False):
             position = _pad(target, position + plane.nbytes)
         encoded = out[:position]
-        return EncodedBlock(encoded, BlockRow(flags, (), checksum(encoded), crc), rows.size)
+        row = BlockRow(split.flags, (), checksum(encoded), split.crc)
+        return EncodedBlock(encoded, row, rows.size, split.base_crc if codec.needs_base(split.flags) else None)
 
     def encode_beside(
         self, rows: U8, widths: tuple[int, ...], chain: CodecChain, out: memoryview

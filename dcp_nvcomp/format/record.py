@@ -23,6 +23,8 @@ _KINDS = (KIND_TENSOR, KIND_BYTES, KIND_TORCH_SAVE, KIND_PACK)
 
 # So decoding takes less than 64 MiB in addition to the decoded block: planes, one of them unpacked, and a slice.
 MAX_BLOCK_NBYTES = 16 << 20
+# Slices and planes are padded to 16 bytes each, which may double a block, and its end to a multiple of 4096.
+MAX_ENCODED_NBYTES = 2 * MAX_BLOCK_NBYTES + 8192
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 62
 MAX_INTEGER = 1 << 62  # of any other number
@@ -183,6 +185,8 @@ def _parse_base(description: dict[str, Any], earlier: Sequence[Record], grid: Bl
     found = earlier[index] if index < len(earlier) else None
     if found is None or found.kind != KIND_TENSOR or found.element.name != BASE_DTYPE or found.grid != grid:
         raise Invalid(f"its base must be an earlier record of {BASE_DTYPE} with the same blocks")
+    if found.chain is None or found.chain.needs_gpu:
+        raise Invalid("its base must be one that every reader decodes")
     return index
 
 

@@ -11,20 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from dcp_nvcomp.codecs.base import U8, ScratchArrays, checksum
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, FormatError
 from dcp_nvcomp.format.block_grid import alone
 from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.footer import Footer
-from dcp_nvcomp.format.record import Record
+from dcp_nvcomp.format.record import MAX_ENCODED_NBYTES, Record
 from dcp_nvcomp.loading.read_plan import GAP_NBYTES, BlockRead, Read, coalesce
 from dcp_nvcomp.storage.reread import twice
 
-_MOST_TOGETHER_NBYTES = 16 << 20
+_LEAST_TOGETHER_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class StoredBases:
         footer: of the file.
         start: where in the file `data` begins.
         data: what was read.
-        blocks: record and number of those in it that are likely to need a base.
+        blocks: record and number of those in it that are likely to need a base, in the order in which they will.
         read: reads a range of the file.
     """
 
@@ -69,8 +70,10 @@ class StoredBases:
         blocks: Sequence[tuple[Record, int]],
         read: Callable[[int, int], bytes],
     ) -> None:
-        self._footer, self._blocks, self._read = footer, blocks, read
-        self._ranges = [(start, data)]
+        self._footer, self._read = footer, read
+        self._later = iter(blocks)
+        self._fetched = [(start, data)]
+        self._most_nbytes = max(len(data), _LEAST_TOGETHER_NBYTES)
 
     def decode(self, base: Base, engine: CpuEngine, out: U8, *, verify: str) -> None:
         """Decode a base; one that is corrupt is read once more."""
@@ -78,6 +81,8 @@ class StoredBases:
         assert record.chain is not None
         decode = partial(engine.decode, row=row, chain=record.chain, out=out, verify=verify)
         with located(record.fqn, base.start, base.stop, self._footer.path):
+            if base.stop - base.start > MAX_ENCODED_NBYTES:
+                raise FormatError("The footer gives a block more bytes than any block can have.")
             twice(
                 lambda: decode(self._stored(base)),
                 lambda: decode(memoryview(self._read(base.start, base.stop))),
@@ -92,19 +97,33 @@ class StoredBases:
         return found
 
     def _find(self, base: Base) -> memoryview | None:
-        for start, data in self._ranges:
+        for start, data in self._fetched:
             if start <= base.start and base.stop <= start + len(data):
                 return data[base.start - start : base.stop - start]
         return None
 
     def _fetch(self, base: Base) -> None:
-        """Fetch a base, and those of the blocks that come later."""
-        others = (base_of(self._footer, record, number) for record, number in self._blocks)
-        later = [one for one in others if one is not None and one.number > base.number and self._find(one) is None]
-        spans = [(one.start, one.stop) for one in (base, *later)]
-        del self._ranges[1:]
-        for span in coalesce(spans, GAP_NBYTES, _MOST_TOGETHER_NBYTES):
-            self._ranges.append((span.start, memoryview(self._read(span.start, span.stop))))
+        """Fetch a base, and of those that will be needed after it no more than was read of what needs them."""
+        wanted, nbytes = {base.number: base}, base.stop - base.start
+        del self._fetched[1:]
+        for record, number in self._later:
+            other = base_of(self._footer, record, number)
+            if other is None or other.number in wanted or self._find(other) is not None:
+                continue
+            nbytes += other.stop - other.start
+            if nbytes > self._most_nbytes:
+                break  # it is fetched alone when it is needed
+            wanted[other.number] = other
+        spans = [(one.start, one.stop) for one in wanted.values()]
+        for span in coalesce(spans, GAP_NBYTES, self._most_nbytes):
+            self._fetched.append((span.start, memoryview(self._read(span.start, span.stop))))
+
+
+class LoadedBase(NamedTuple):
+    """What a block is derived from, and how much of the block has to be verified then."""
+
+    data: U8
+    verify: str
 
 
 class LoadedBases:
@@ -113,23 +132,23 @@ class LoadedBases:
     def __init__(self, engine: CpuEngine, verify: str, read: Callable[[str, int, int], bytes]) -> None:
         self._engine, self._verify, self._read_file = engine, verify, read
         self._scratch = ScratchArrays()
-        self._read: Read | None = None
-        self._stored: StoredBases | None = None
+        self._of_read: tuple[Read, StoredBases] | None = None
         self.fetched_nbytes = 0
 
-    def of(self, block: BlockRead, read: Read, data: memoryview) -> U8 | None:
+    def of(self, block: BlockRead, read: Read, data: memoryview) -> LoadedBase | None:
         """Return what a block needs, valid until the next call; None if it needs nothing."""
         base = base_of(read.footer, block.record, block.number)
         if base is None:
             return None
         out: U8 = self._scratch.array("base", int(read.footer.block_nbytes[base.number]), np.uint8)
-        if not _is_loaded(read, base, out):
-            if self._stored is None or self._read is not read:
-                blocks = [(one.record, one.number) for one in read.blocks if not self._is_loaded(one, read)]
-                fetch = partial(self._fetch, read.name)
-                self._read, self._stored = read, StoredBases(read.footer, read.start, data, blocks, fetch)
-            self._stored.decode(base, self._engine, out, verify=self._verify)
-        return out
+        if _copy_loaded(read, base, out):
+            return LoadedBase(out, "full")  # one in 2^32 of what is no weight of this file has its CRC too
+        if self._of_read is None or self._of_read[0] is not read:
+            blocks = [(one.record, one.number) for one in read.blocks if not self._is_loaded(one, read)]
+            stored = StoredBases(read.footer, read.start, data, blocks, partial(self._fetch, read.name))
+            self._of_read = read, stored
+        self._of_read[1].decode(base, self._engine, out, verify=self._verify)
+        return LoadedBase(out, self._verify)
 
     def _is_loaded(self, block: BlockRead, read: Read) -> bool:
         """Return True if what a block needs is in memory."""
@@ -137,7 +156,7 @@ class LoadedBases:
         if base is None:
             return True
         out = self._scratch.array("another", int(read.footer.block_nbytes[base.number]), np.uint8)
-        return _is_loaded(read, base, out)
+        return _copy_loaded(read, base, out)
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:
         self.fetched_nbytes += stop - start
@@ -145,17 +164,19 @@ class LoadedBases:
 
     def forget(self) -> None:
         """Free what was fetched for a read."""
-        self._read = self._stored = None
+        self._of_read = None
 
 
-def _is_loaded(read: Read, base: Base, out: U8) -> bool:
-    """Copy a block from where it was loaded to, if it is there."""
-    block, crc = read.wanted.get(base.number), int(read.footer.tables.uncompressed_crc[base.number])
-    for target in block.targets if block is not None else ():
-        direct = target.destination.direct(alone(block.box)) if block is not None and target.is_resolved else None
+def _copy_loaded(read: Read, base: Base, out: U8) -> bool:
+    """Copy a block from where it was loaded to; return True if it is there."""
+    block = read.wanted.get(base.number)
+    if block is None:
+        return False
+    for target in block.targets:
+        direct = target.destination.direct(alone(block.box)) if target.is_resolved else None
         if direct is not None:
             np.copyto(out.reshape(direct.rows.shape), direct.rows)
-            return checksum(out) == crc
+            return checksum(out) == int(read.footer.tables.uncompressed_crc[base.number])
     return False
 
 

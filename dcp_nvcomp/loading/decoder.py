@@ -32,7 +32,7 @@ from dcp_nvcomp.errors import CodecUnavailableError, CorruptDataError
 from dcp_nvcomp.format.block_grid import Strip, alone, strips
 from dcp_nvcomp.format.data_file import block_row, encoded_run
 from dcp_nvcomp.format.framing import check_header
-from dcp_nvcomp.loading.bases import LoadedBases, located
+from dcp_nvcomp.loading.bases import LoadedBase, LoadedBases, located
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
 from dcp_nvcomp.storage.reread import twice
 
@@ -150,22 +150,23 @@ class Decoder:
         encoded = [(fetched.block(block), block_row(footer, block.number)) for block in blocks]
         return self._cpu.decode_beside(encoded, direct.widths, chain, direct.rows, verify=self._verify)
 
-    def _decode_on_cpu(self, block: BlockRead, data: memoryview, read: Read, base: U8 | None = None) -> None:
+    def _decode_on_cpu(self, block: BlockRead, data: memoryview, read: Read, base: LoadedBase | None = None) -> None:
         with located_block(block, read):
             twice(partial(self._decode_block, block, data, read, base), partial(self._decode_again, block, read, base))
 
-    def _decode_block(self, block: BlockRead, data: memoryview, read: Read, base: U8 | None) -> None:
+    def _decode_block(self, block: BlockRead, data: memoryview, read: Read, base: LoadedBase | None) -> None:
         chain, nbytes = block.record.chain, int(read.footer.block_nbytes[block.number])
         assert chain is not None
         destinations = [target.destination for target in block.targets]
         direct = destinations[0].direct(alone(block.box)) if len(destinations) == 1 else None
         out = direct.rows if direct is not None else self._scratch.array("decoded", nbytes, np.uint8)
-        self._cpu.decode(data, block_row(read.footer, block.number), chain, out, verify=self._verify, base=base)
+        verify, of_base = (self._verify, None) if base is None else (base.verify, base.data)
+        self._cpu.decode(data, block_row(read.footer, block.number), chain, out, verify=verify, base=of_base)
         if direct is None:
             for destination in destinations:
                 destination.place_bytes(block.box, out)
 
-    def _decode_again(self, block: BlockRead, read: Read, base: U8 | None) -> None:
+    def _decode_again(self, block: BlockRead, read: Read, base: LoadedBase | None) -> None:
         data = self._source.read(read.name, block.start, block.stop)
         self._decode_block(block, memoryview(data), read, base)
 

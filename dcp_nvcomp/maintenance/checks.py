@@ -25,7 +25,7 @@ from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
 from dcp_nvcomp.format.metadata.rank_metadata import check_cover
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, StoredAt, described, matches
-from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, MAX_BLOCK_NBYTES, Record
+from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, MAX_ENCODED_NBYTES, Record
 from dcp_nvcomp.loading.bases import StoredBases, base_of
 from dcp_nvcomp.loading.read_plan import coalesce
 from dcp_nvcomp.maintenance.inspection import LAYOUT_STOCK
@@ -36,8 +36,6 @@ from dcp_nvcomp.storage.reread import twice
 ERROR = "error"
 WARNING = "warning"
 READ_NBYTES = 8 << 20
-# Slices and planes are padded to 16 bytes each, which may double a block, and its end to a multiple of 4096.
-_MAX_ENCODED_NBYTES = 2 * MAX_BLOCK_NBYTES + 8192
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ class BlockChecker:
     def check(self, span: Span) -> Checked:
         """Check every block of a span; a block is judged by what a second read of it alone gives."""
         try:
-            data = memoryview(b"") if span.stop - span.start > _MAX_ENCODED_NBYTES else self._read(span)
+            data = memoryview(b"") if span.stop - span.start > MAX_ENCODED_NBYTES else self._read(span)
         except CheckpointError:
             data = memoryview(b"")  # then block by block, as perhaps only one can't be read
         findings: list[Finding] = []
@@ -236,7 +234,7 @@ class BlockChecker:
     def _is_good_alone(self, file: CheckedFile, number: int, bases: StoredBases) -> bool:
         """Read one block, and check it as `_is_good` does."""
         start, stop = (int(offset) for offset in file.footer.block_offsets[number : number + 2])
-        if stop - start > _MAX_ENCODED_NBYTES:
+        if stop - start > MAX_ENCODED_NBYTES:
             raise FormatError("The footer gives a block more bytes than any block can have.")
         return self._is_good(memoryview(self._filesystem.read(file.name, start, stop)), file, number, bases)
 

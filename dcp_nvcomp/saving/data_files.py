@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.codecs.base import CodecChain, EncodedBlock, checksum
 from dcp_nvcomp.codecs.encoded_run import EncodedRun
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import FileIdentity, footer_json
@@ -43,7 +44,7 @@ _ZEROS = bytes(DIRECT_IO_NBYTES)
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A data file to write: its name and its items, the largest first."""
+    """A data file to write: its name and its items, the largest first, and each base before what is derived from it."""
 
     name: str
     items: tuple[WriteItem, ...]
@@ -139,6 +140,8 @@ class DataFileWriter:
         self._columns = tuple(array("I") for _ in range(4))
         self._slices = array("I")
         self._pending: PendingRecord | None = None
+        self._before: Record | None = None  # the one that was begun last, which the next may be derived from
+        self._base_row = self._first_row = 0  # of their first blocks, the one's before and its own
         self._label = ""
         self._encoded_nbytes = 0
         self._items: list[tuple[Member, int, int]] = []
@@ -150,9 +153,12 @@ class DataFileWriter:
         self._write_header(is_large)
         self._end_record(is_large)
         codec, self._label = self._codec(pending.chain)
-        record = pending.record
-        if pending.chain.array_to_bytes.has_base:  # the record before
+        record, before = pending.record, self._before
+        self._base_row, self._first_row = self._first_row, len(self._columns[0])
+        if pending.chain.array_to_bytes.has_base:
+            assert before is not None and before.grid == record.grid, "its base is the record before"
             record = replace(record, base=len(self._records) - 1)
+        self._before = None if pending.is_pack else record
         number = self.add_record(record, codec)
         self._pending, self._first_item = pending, len(self._items)
         if not pending.is_pack:
@@ -184,6 +190,8 @@ class DataFileWriter:
             self._append_run(blocks)
             return
         for block in blocks:
+            if block.base_crc is not None:
+                self._check_base(block.base_crc)
             self.stream.write(block.data)
             self._position += len(block.data)
             self._encoded_nbytes += len(block.data)
@@ -192,6 +200,17 @@ class DataFileWriter:
                 column.append(value)
             self._slices.extend(block.row.slice_nbytes)
             self._progress(block.uncompressed_nbytes)
+
+    def _check_base(self, crc: int) -> None:
+        """Refuse the next block if what it was derived from is not what was stored of that."""
+        crcs = self._columns[3]
+        if crcs[self._base_row + len(crcs) - self._first_row] != crc:
+            assert self._pending is not None
+            raise CheckpointError(
+                "The weight that this master is derived from changed while both were saved. Let the save end before "
+                "training goes on, or use async_save, which copies the state.",
+                fqn=self._pending.record.fqn,
+            )
 
     def _append_run(self, run: EncodedRun) -> None:
         self.stream.write(run.data)

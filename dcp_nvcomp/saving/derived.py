@@ -39,11 +39,11 @@ def check_derived(derived: Mapping[str, str]) -> dict[str, str]:
     return dict(derived)
 
 
-def derived_fqn(fqn: str, derived: Mapping[str, str]) -> str | None:
-    """Return the key of the weight that a tensor is the master of; None if it is none.
+def weight_fqn(fqn: str, derived: Mapping[str, str]) -> str | None:
+    """Return the key of the weight that a tensor is the master of, by the first that fits; None if it is none.
 
     Examples:
-        >>> derived_fqn("optimizer.master.layers.0.weight", {"optimizer.master.*": "model.*"})
+        >>> weight_fqn("optimizer.master.layers.0.weight", {"optimizer.master.*": "model.*"})
         'model.layers.0.weight'
     """
     for master, weight in derived.items():
@@ -64,7 +64,7 @@ def pairs(items: Sequence[WriteItem], derived: Mapping[str, str]) -> dict[Metada
     found: dict[MetadataIndex, MetadataIndex] = {}
     taken = set[MetadataIndex]()
     for item in items:
-        fqn = derived_fqn(item.index.fqn, derived) if _is(item, torch.float32) else None
+        fqn = weight_fqn(item.index.fqn, derived) if _is(item, torch.float32) else None
         weight = weights.get((fqn, *_region(item))) if fqn is not None else None
         if weight is not None and weight.index not in taken and planned_nbytes(weight) >= SMALL_NBYTES:
             found[item.index] = weight.index

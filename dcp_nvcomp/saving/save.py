@@ -118,7 +118,9 @@ def planner_for(
     on_difference: OnDifference = "warn",
 ) -> KeepingPlanner:
     is_ours = type(writer) is NvcompWriter
-    return KeepingPlanner(planner, may_keep=is_ours, failure=failure, on_difference=on_difference)
+    return KeepingPlanner(
+        planner, may_keep=is_ours, failure=failure, on_difference=on_difference, derived=writer.options.derived
+    )
 
 
 def call_for(
@@ -133,6 +135,8 @@ def call_for(
     if writer.is_of_a_run:
         place = posixpath.basename(place)
     terms: dict[str, Any] = {"overwrite": writer.options.overwrite, "on_difference": on_difference}
+    if writer.options.derived:
+        terms["derived"] = list(writer.options.derived.items())
     if is_default_planner(planner, DefaultSavePlanner):  # others may be what they are on this rank only
         usual = vars(DefaultSavePlanner())
         terms |= {name: value for name, value in vars(planner).items() if name in _PLANNING and value != usual[name]}

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
@@ -14,13 +15,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 import dcp_nvcomp
 from dcp_nvcomp import NvcompWriter, convert, open_checkpoint
-from dcp_nvcomp.errors import ConfigurationError, CorruptDataError
+from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, CorruptDataError
 from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.loading import bases
-from dcp_nvcomp.saving.derived import derived_fqn, pairs, together
+from dcp_nvcomp.saving.derived import pairs, together, weight_fqn
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.tools import consolidate, verify
-from tests.checkpoints import assert_loads, load, save
+from tests.checkpoints import assert_loads, data_file, load, save
 from tests.format.footers import footers_of
 from tests.format.independent_reader import read_data_file
 from tests.states import assert_same
@@ -294,6 +296,45 @@ def test_damage_is_found_where_it_is(tmp_path: Path, fqn: str, verified: str) ->
     assert {one.byte_range for one in found} == {byte_range}
 
 
+def test_a_weight_that_changes_in_a_save_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a master is derived from is what was stored, and not what comes after it."""
+    state = trained({"a": (300, 700)})
+    encode_from = CpuEngine.encode_from
+
+    def train(self: CpuEngine, base: Any, *given: Any) -> Any:
+        state["model.a"][5, 5] += 1
+        return encode_from(self, base, *given)
+
+    monkeypatch.setattr(CpuEngine, "encode_from", train)
+    with pytest.raises(CheckpointError, match="changed while both were saved") as raised:
+        dcp_nvcomp.save(state, tmp_path, no_dist=True, derived=DERIVED, thread_count=1)
+    assert raised.value.fqn == "optimizer.master.a"
+    assert not list(tmp_path.iterdir())
+
+
+def test_bases_in_any_order_are_read_once(tmp_path: Path) -> None:
+    state = trained({"a": (2000, 1024)})
+    save(tmp_path, state, derived=DERIVED)
+    (footer,) = footers_of(tmp_path)
+    record, reads = records_of(tmp_path)["optimizer.master.a"][0], list[int]()
+    numbers = list(range(record.first_block, record.first_block + record.block_count))[::-1]
+    data = data_file(tmp_path).read_bytes()
+
+    def read(start: int, stop: int) -> bytes:
+        reads.append(stop - start)
+        return data[start:stop]
+
+    stored = bases.StoredBases(footer, 0, memoryview(b""), [(record, number) for number in numbers], read)
+    for number in numbers:
+        base = bases.base_of(footer, record, number)
+        assert base is not None
+        out = np.empty(int(footer.block_nbytes[base.number]), np.uint8)
+        stored.decode(base, CpuEngine(), out, verify="full")
+    assert max(reads) <= 1 << 20, "no more is in memory at once"
+    of_bases = footer.record_encoded_nbytes(footer.records[record.base or 0])
+    assert sum(reads) <= of_bases and len(reads) < len(numbers)
+
+
 def test_a_weight_that_was_flipped_on_the_way_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = trained({"a": (300, 700)})
     save(tmp_path, state, derived=DERIVED)
@@ -315,7 +356,7 @@ def test_a_weight_that_the_load_changes_is_read(tmp_path: Path, monkeypatch: pyt
     """A planner may do with a weight what it wants once it is there: its CRC says so."""
     state = trained({"a": (300, 700)})
     save(tmp_path, state, derived=DERIVED)
-    is_loaded = bases._is_loaded
+    is_loaded = bases._copy_loaded
     asked: list[bool] = []
 
     def look(read: Any, base: Any, out: Any) -> bool:
@@ -324,7 +365,7 @@ def test_a_weight_that_the_load_changes_is_read(tmp_path: Path, monkeypatch: pyt
         asked.append(is_loaded(read, base, out))
         return asked[-1]
 
-    monkeypatch.setattr(bases, "_is_loaded", look)
+    monkeypatch.setattr(bases, "_copy_loaded", look)
     found = load(tmp_path, state, thread_count=1)
     assert asked and not any(asked)
     assert_same(found["optimizer.master.a"], state["optimizer.master.a"])
@@ -353,7 +394,7 @@ def test_a_pair_is_of_one_region() -> None:
 
 def test_keys() -> None:
     derived = {"opt.*.master": "model.*.weight", "exactly": "this"}
-    assert derived_fqn("opt.layers.0.master", derived) == "model.layers.0.weight"
-    assert derived_fqn("exactly", derived) == "this"
-    assert derived_fqn("opt.master", derived) is None, "what a * stands for is between two dots here"
-    assert derived_fqn("opt.layers.0.exp_avg", derived) is None
+    assert weight_fqn("opt.layers.0.master", derived) == "model.layers.0.weight"
+    assert weight_fqn("exactly", derived) == "this"
+    assert weight_fqn("opt.master", derived) is None, "what a * stands for is between two dots here"
+    assert weight_fqn("opt.layers.0.exp_avg", derived) is None

@@ -51,19 +51,24 @@ static size_t list_exceptions(const Word *floats, const Half *base, size_t count
     return found;
 }
 
-/* Returns how many exceptions are in `high`; more than `most`, if it has all upper halves instead. */
-static size_t split(const Rows *rows, const Rows *base, uint8_t *low, uint8_t *high, size_t most, uint32_t *crc) {
+/* Returns how many exceptions are in `high`; more than `most`, if it has all upper halves instead. The base is read once,
+ * as training may change it meanwhile: what was summed is what was used. */
+static size_t split(const Rows *rows, const Rows *base, uint8_t *low, uint8_t *high, size_t most, uint32_t *crc,
+                    uint32_t *base_crc) {
+    Half rounded[PIECE_FLOATS];
     size_t width = rows->nbytes / sizeof(Word), found = 0;
     Half *halves = (Half *)low;
     for (size_t number = 0; number < rows->count; number++) {
         const Word *floats = (const Word *)row_of(rows, number);
-        const Half *rounded = (const Half *)row_of(base, number);
+        const Half *halves_of_base = (const Half *)row_of(base, number);
         for (size_t at = 0, count; at < width; at += count) {
             count = width - at < PIECE_FLOATS ? width - at : PIECE_FLOATS;
             size_t position = number * width + at;
+            memcpy(rounded, halves_of_base + at, count * sizeof(Half));
+            *base_crc = crc32c(*base_crc, (const uint8_t *)rounded, count * sizeof(Half));
             *crc = crc32c(*crc, (const uint8_t *)(floats + at), count * sizeof(Word));
-            if (split_run(floats + at, rounded + at, halves + position, count) && found <= most)
-                found = list_exceptions(floats + at, rounded + at, count, position, (Word *)high, found, most);
+            if (split_run(floats + at, rounded, halves + position, count) && found <= most)
+                found = list_exceptions(floats + at, rounded, count, position, (Word *)high, found, most);
         }
     }
     if (found <= most) {
@@ -133,11 +138,11 @@ static PyObject *split_rows(PyObject *module, PyObject *args) {
             refuse();
         } else {
             size_t exceptions;
-            uint32_t crc = 0;
+            uint32_t crc = 0, base_crc = 0;
             Py_BEGIN_ALLOW_THREADS
-            exceptions = split(&rows, &base, low.buf, high.buf, (size_t)most, &crc);
+            exceptions = split(&rows, &base, low.buf, high.buf, (size_t)most, &crc, &base_crc);
             Py_END_ALLOW_THREADS
-            found = Py_BuildValue("nI", exceptions > (size_t)most ? -1 : (Py_ssize_t)exceptions, crc);
+            found = Py_BuildValue("nII", exceptions > (size_t)most ? -1 : (Py_ssize_t)exceptions, crc, base_crc);
         }
     }
     PyBuffer_Release(&floats);

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from dcp_nvcomp.codecs.base import U8, ArrayToBytes, CodecChain, ElementType, Plane, ScratchArrays
+from dcp_nvcomp.codecs.base import U8, ArrayToBytes, CodecChain, ElementType, Plane, ScratchArrays, Split
 from dcp_nvcomp.errors import CorruptDataError
 
 try:
@@ -48,8 +48,8 @@ class Derived(ArrayToBytes):
         >>> master = np.array([1.0, 1.01, -3.14], np.float32)
         >>> weight = np.array([0x3F80, 0x3F81, 0xC049], np.uint16)  # the same in bfloat16
         >>> base, rows = weight.view(np.uint8)[np.newaxis], master.view(np.uint8)[np.newaxis]
-        >>> flags, crc = Derived().split_from(base, rows, [np.empty(6, np.uint8), np.empty(6, np.uint8)])
-        >>> flags  # derived, without exceptions
+        >>> split = Derived().split_from(base, rows, [np.empty(6, np.uint8), np.empty(6, np.uint8)])
+        >>> split.flags  # derived, without exceptions
         4
     """
 
@@ -85,18 +85,19 @@ class Derived(ArrayToBytes):
         return 0
 
     def merge(self, planes: Sequence[U8], flags: int, block: U8, scratch: ScratchArrays) -> None:
+        assert not self.needs_base(flags)
         halves = _halves(block)
         for plane, half in zip(planes, (halves[:, 0], halves[:, 1]), strict=True):
             np.copyto(half, plane.view(np.uint16))
 
-    def split_from(self, base: U8, rows: U8, planes: Sequence[U8]) -> tuple[int, int]:
+    def split_from(self, base: U8, rows: U8, planes: Sequence[U8]) -> Split:
         low, high = planes
         count = rows.size // 4
         most = count // _FEWEST if count < _MOST_FLOATS else 0
         if len(base) != len(rows):  # one of them is contiguous, and so one row
             base, rows = (one.reshape(max(len(base), len(rows)), -1) for one in (base, rows))
-        exceptions, crc = kernels.split_rows(rows, base, low, high, most)
-        return (DERIVED_FLAG | exceptions << _EXCEPTIONS_SHIFT if exceptions >= 0 else 0), crc
+        exceptions, crc, base_crc = kernels.split_rows(rows, base, low, high, most)
+        return Split(DERIVED_FLAG | exceptions << _EXCEPTIONS_SHIFT if exceptions >= 0 else 0, crc, base_crc)
 
     def merge_from(self, base: U8, planes: Sequence[U8], flags: int, rows: U8) -> int:
         low, exceptions = planes
@@ -111,8 +112,8 @@ DERIVED: Final = CodecChain(Derived())
 
 def is_rounded(base: U8, floats: U8) -> bool:
     """Return True if almost all of some float32 were rounded to what `base` has."""
-    flags, _ = Derived().split_from(base[np.newaxis], floats[np.newaxis], [np.empty_like(base), np.empty_like(base)])
-    return flags != 0
+    planes = [np.empty_like(base), np.empty_like(base)]
+    return Derived().split_from(base[np.newaxis], floats[np.newaxis], planes).flags != 0
 
 
 def _halves(block: U8) -> npt.NDArray[np.uint16]:

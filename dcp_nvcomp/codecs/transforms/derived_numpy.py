@@ -10,7 +10,7 @@ from dcp_nvcomp.codecs.base import U8, checksum
 _U16 = npt.NDArray[np.uint16]
 
 
-def split_rows(rows: U8, base: U8, low: U8, high: U8, most: int) -> tuple[int, int]:
+def split_rows(rows: U8, base: U8, low: U8, high: U8, most: int) -> tuple[int, int, int]:
     """Split float32 into lower halves, and those upper halves that are not as expected.
 
     Args:
@@ -22,20 +22,21 @@ def split_rows(rows: U8, base: U8, low: U8, high: U8, most: int) -> tuple[int, i
         most: at most a third of the floats.
 
     Returns:
-        The number of exceptions, or -1; and the CRC of the floats.
+        The number of exceptions, or -1; the CRC of the floats, and that of the base.
     """
     floats = np.ascontiguousarray(rows).reshape(-1)
+    rounded = base.copy().reshape(-1)  # which training may change meanwhile
     halves = floats.view(np.uint16).reshape(-1, 2)
     lower, upper = low.view(np.uint16), halves[:, 1]
     np.copyto(lower, halves[:, 0])
-    positions = np.flatnonzero(_expected(np.ascontiguousarray(base).reshape(-1), lower) != upper)
+    positions = np.flatnonzero(_expected(rounded, lower) != upper)
     if positions.size > most:
         np.copyto(high.view(np.uint16), upper)
-        return -1, checksum(floats)
+        return -1, checksum(floats), checksum(rounded)
     nbytes = positions.size * 4
     high[:nbytes].view(np.uint32)[:] = positions
     high[nbytes : positions.size * 6].view(np.uint16)[:] = upper[positions]
-    return positions.size, checksum(floats)
+    return positions.size, checksum(floats), checksum(rounded)
 
 
 def merge_rows(low: U8, exceptions: U8, base: U8, rows: U8) -> int | None:

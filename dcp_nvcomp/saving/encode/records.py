@@ -72,7 +72,7 @@ class RecordMaker:
     ) -> None:
         self._engine, self._hashes, self._derived = engine, hashes, derived
         self._bases = frozenset(derived.values())
-        self._base: _Base | None = None  # the record that was made last, if it is one
+        self._base: _Base | None = None  # the record that was made last, if others may be derived from it
         self._policy = CodecPolicy(chooser)
         self._remembered = remembered
         self._judge = Judge()
@@ -80,7 +80,7 @@ class RecordMaker:
         self._packed_nbytes = SMALL_NBYTES if pack else 0
 
     def add(self, item: WriteItem, data: torch.Tensor | io.BytesIO) -> list[Ready]:
-        fqn = item.index.fqn
+        fqn, (base, self._base) = item.index.fqn, (self._base, None)
         if isinstance(data, io.BytesIO):
             payload = np.frombuffer(data.getbuffer(), np.uint8)
             record = Record(KIND_BYTES, fqn, (payload.size,), (0,), (payload.size,), _UINT8)
@@ -92,7 +92,7 @@ class RecordMaker:
             payload = saved_payload(data)
             record = Record(KIND_TORCH_SAVE, fqn, (payload.size,), region.offsets, region.whole, _UINT8)
             return self._add_payload(item.index, record, payload, dtype_name(data.dtype))
-        return self._add_tensor(item.index, region, element, data)
+        return self._add_tensor(item.index, region, element, data, base)
 
     def flush(self) -> list[Ready]:
         return self._packer.flush()
@@ -106,7 +106,7 @@ class RecordMaker:
         return [_ready_later(index, record, dtype, payload, None)]
 
     def _add_tensor(
-        self, index: MetadataIndex, region: _Region, element: ElementType, tensor: torch.Tensor
+        self, index: MetadataIndex, region: _Region, element: ElementType, tensor: torch.Tensor, base: _Base | None
     ) -> list[Ready]:
         on_cuda = self._engine.on_cuda(tensor.device)
         on_host = tensor.device.type == "cpu" and not on_cuda
@@ -114,7 +114,7 @@ class RecordMaker:
         is_small = 0 < nbytes < self._packed_nbytes
         record = Record(KIND_TENSOR, index.fqn, *region, element, content_hash=self._hashes.get(index, ""))
         if on_host and self._policy.is_auto and not is_small:
-            return [self._in_host_memory(index, record, host_values(tensor))]
+            return [self._in_host_memory(index, record, host_values(tensor), base)]
         if is_small:
             data = tensor if on_host else without_lazy_bits(tensor)
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
@@ -126,9 +126,8 @@ class RecordMaker:
         on_cuda = on_cuda and self._engine.serves(tensor.device, choice.chain, ENCODE)
         return [_ready(index, record, element.name, choice, _source(tensor, on_cuda=on_cuda))]
 
-    def _in_host_memory(self, index: MetadataIndex, record: Record, array: HostArray) -> Ready:
+    def _in_host_memory(self, index: MetadataIndex, record: Record, array: HostArray, base: _Base | None) -> Ready:
         """Return a record for which `auto` chooses, or that is derived from the one before."""
-        base, self._base = self._base, None
         if base is not None and self._derived.get(index) == base.weight and is_derived(record, array, base.array):
             record = replace(record, grid=base.grid, chain=DERIVED, block_count=base.grid.block_count)
             members = (Member(index, record, record.uncompressed_nbytes),)

@@ -26,6 +26,7 @@ class PlanKey:
     flatten_state_dict: bool = True
     flatten_sharded_tensors: bool = True
     dedup_save_to_lowest_rank: bool = False
+    derived: tuple[tuple[str, str], ...] = ()  # keys of masters, and of the weights that are written with them
 
 
 @dataclass(frozen=True)

@@ -85,10 +85,20 @@ class Layout:
         return np.array([ranks[0] for ranks in self.holders], np.int64)
 
     @property
+    def dtype(self) -> Any:
+        """The dtype of its tensors; None for objects."""
+        return self.properties[0] if self.shape is not None else None
+
+    @property
     def nbytes(self) -> Ints:
         """The size of each shard in memory; 0 for objects."""
-        width: int = self.properties[0].itemsize if self.shape is not None else 0
+        width: int = self.dtype.itemsize if self.shape is not None else 0
         return np.asarray(self.sizes.prod(1) * width)
+
+    def has_shards_of(self, other: Layout) -> bool:
+        """Return True if each rank has the same region of both."""
+        mine, theirs = ((one.offsets, one.sizes, one.ranks, one.shard_at) for one in (self, other))
+        return self.shape == other.shape and all(map(np.array_equal, mine, theirs))
 
     def shard_of(self, rank: int) -> int | None:
         at = int(np.searchsorted(self.ranks, rank))

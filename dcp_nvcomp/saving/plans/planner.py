@@ -14,6 +14,7 @@ import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ class KeepingPlanner(SavePlanner):
         may_keep: bool,
         failure: CheckpointError | None = None,
         on_difference: OnDifference = "warn",
+        derived: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        self._derived = derived
         self._planner: SavePlanner | None = planner or DefaultSavePlanner()
         self._is_default = is_default_planner(self._planner, DefaultSavePlanner)
         self._may_keep = may_keep and self._is_default
@@ -138,7 +141,8 @@ class KeepingPlanner(SavePlanner):
         assert self._plan_id is not None and self._structure is not None and self._flat_state is not None
         try:
             unpacked = [part if isinstance(part, Part) else Part.unpacked(part) for part in parts]
-            shared = plan_all(unpacked, parts_of, places, lowest_rank=self._key.dedup_save_to_lowest_rank)
+            lowest_rank = self._key.dedup_save_to_lowest_rank
+            shared = plan_all(unpacked, parts_of, places, lowest_rank=lowest_rank, derived=self._derived)
             everyones = None
             if rank == 0:
                 order = list(self._flat_state if self._paths is None else self._paths)
@@ -189,7 +193,11 @@ class KeepingPlanner(SavePlanner):
         planner = self._inner
         assert isinstance(planner, DefaultSavePlanner)
         self._key = PlanKey(
-            ranks, planner.flatten_state_dict, planner.flatten_sharded_tensors, planner.dedup_save_to_lowest_rank
+            ranks,
+            planner.flatten_state_dict,
+            planner.flatten_sharded_tensors,
+            planner.dedup_save_to_lowest_rank,
+            tuple(self._derived.items()),
         )
         try:
             self._structure = structure_of(planner.state_dict, self._paths)
@@ -239,7 +247,7 @@ class KeepingPlanner(SavePlanner):
             local_plans = [dataclasses.replace(plan, planner_data={}) for plan in local_plans]
             assert isinstance(self._inner, DefaultSavePlanner)
             if not self._inner.dedup_save_to_lowest_rank:
-                local_plans = balanced(local_plans)
+                local_plans = balanced(local_plans, self._derived)
         plans, metadata = self._inner.create_global_plan(local_plans)
         if self._is_default and metadata.planner_data is not None:
             fqns = metadata.state_dict_metadata

@@ -10,7 +10,7 @@ A rank's plan has its items by the number of their key; of one key it has one sh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from dcp_nvcomp.saving.derived import weight_fqn
 from dcp_nvcomp.saving.plans.balance import RECORD_NBYTES
 from dcp_nvcomp.saving.plans.layouts import Ints, IrregularError, Layout, layout_of, shards_of
 from dcp_nvcomp.saving.plans.structure import DTENSORS, OBJECTS, PLAIN, Part, Place
@@ -104,7 +105,12 @@ def properties_of(state: tuple[Any, ...]) -> TensorProperties:
 
 
 def plan_all(
-    parts: Sequence[Part], parts_of: Ints, places: Sequence[tuple[Place, ...]], *, lowest_rank: bool
+    parts: Sequence[Part],
+    parts_of: Ints,
+    places: Sequence[tuple[Place, ...]],
+    *,
+    lowest_rank: bool,
+    derived: Mapping[str, str],
 ) -> SharedPlan:
     """Plan for all ranks.
 
@@ -113,6 +119,7 @@ def plan_all(
         parts_of: (ranks, 3) which of them each rank has.
         places: of each rank in its meshes.
         lowest_rank: let the lowest rank write what several have, as DCP's `dedup_save_to_lowest_rank`.
+        derived: keys of masters, and of their weights, which the same rank is to write.
 
     Raises:
         IrregularError: this is for DCP to plan, or to refuse.
@@ -140,7 +147,8 @@ def plan_all(
             known[signature] = _layout(signature, parts, ranks_of, column_of, inside)
         layouts.append(known[signature])
     numbers = [np.array([numbers_of[key] for key in part.keys], np.int64) for part in parts]
-    owners = _owners(layouts, len(parts_of), lowest_rank=lowest_rank)
+    weights = _weights(numbers_of, layouts, derived)
+    owners = _owners(layouts, len(parts_of), weights, lowest_rank=lowest_rank)
     return SharedPlan(tuple(parts), parts_of, tuple(numbers_of), tuple(numbers), tuple(layouts), owners)
 
 
@@ -188,23 +196,46 @@ def _layout(
     return layout_of(shape, properties, is_dtensor=column == DTENSORS, ranks=ranks, offsets=offsets, sizes=sizes)
 
 
-def _owners(layouts: Sequence[Layout], ranks: int, *, lowest_rank: bool) -> tuple[Ints, ...]:
+def _weights(numbers_of: Mapping[str, int], layouts: Sequence[Layout], derived: Mapping[str, str]) -> dict[int, int]:
+    """Return of the keys of masters those of their weights, where the same ranks have the same shards of both."""
+    found: dict[int, int] = {}
+    for fqn, number in numbers_of.items() if derived else ():
+        weight = numbers_of.get(weight_fqn(fqn, derived) or "")
+        if weight is None or not layouts[number].has_shards_of(layouts[weight]):
+            continue
+        if (layouts[number].dtype, layouts[weight].dtype) == (torch.float32, torch.bfloat16):
+            found[number] = weight
+    return found
+
+
+def _owners(
+    layouts: Sequence[Layout], ranks: int, weights: Mapping[int, int], *, lowest_rank: bool
+) -> tuple[Ints, ...]:
     """Return who writes each shard of each key, by the rule of balance.py."""
-    distinct = {id(layout): layout for layout in layouts}
-    first = {at: layout.first_ranks for at, layout in distinct.items()}
+    with_weight: dict[int, list[Layout]] = {}
+    for master, weight in weights.items():
+        with_weight.setdefault(weight, []).append(layouts[master])
+    # of each key, the layouts of all that is written with it; none if it is written with another one
+    kinds = [() if key in weights else (one, *with_weight.get(key, ())) for key, one in enumerate(layouts)]
+    kind_ids = [tuple(map(id, kind)) for kind in kinds]
+    distinct = dict(zip(kind_ids, kinds, strict=True))
+    distinct.pop((), None)
+    first = {at: kind[0].first_ranks for at, kind in distinct.items()}
     if lowest_rank:
-        return tuple([first[id(layout)] for layout in layouts])
-    costs = {at: layout.nbytes + RECORD_NBYTES for at, layout in distinct.items()}
-    shared = {at: _shared(layout, costs[at]) for at, layout in distinct.items()}
+        return tuple([first[kind_ids[weights.get(key, key)]] for key in range(len(layouts))])
+    costs = {at: np.sum([one.nbytes + RECORD_NBYTES for one in kind], axis=0) for at, kind in distinct.items()}
+    shared = {at: _shared(kind[0], costs[at]) for at, kind in distinct.items()}
     loads = np.zeros(ranks, np.int64)
-    for at, count in Counter(map(id, layouts)).items():
-        if not shared[at]:
+    for at, count in Counter(kind_ids).items():
+        if at and not shared[at]:
             np.add.at(loads, first[at], count * costs[at])
     # minus what a shard costs, the first rank that has the key, the key, the shards and who holds them
     waiting = list[tuple[int, int, int, Ints, Ints]]()
-    owners = []
-    for key, layout in enumerate(layouts):
-        at = id(layout)
+    owners = list[Ints]()
+    for key, (layout, at) in enumerate(zip(layouts, kind_ids, strict=True)):
+        if not at:
+            owners.append(layout.ranks)  # its weight's, below
+            continue
         if not shared[at]:
             owners.append(first[at])
             continue
@@ -219,7 +250,7 @@ def _owners(layouts: Sequence[Layout], ranks: int, *, lowest_rank: bool) -> tupl
         chosen = holders[np.arange(len(shards)), np.argmin(loads[holders], axis=1)]
         owners[key][shards] = chosen
         loads[chosen] -= cost
-    return tuple(owners)
+    return tuple([owners[weights.get(key, key)] for key in range(len(layouts))])
 
 
 def _shared(layout: Layout, costs: Ints) -> list[tuple[int, Ints, Ints]]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from dcp_nvcomp.calls.values import flatten
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store, split_paths
 from dcp_nvcomp.format.metadata.rows import serialize_arrays, unfolded
 from dcp_nvcomp.format.metadata.serialization import parse_metadata
+from dcp_nvcomp.saving.data_files import planned_nbytes
 from dcp_nvcomp.saving.plans.array_plan import ArrayPlan
 from dcp_nvcomp.saving.plans.balance import balanced
 from dcp_nvcomp.saving.plans.global_plan import PlacedItems
@@ -61,7 +63,9 @@ def on_rank(rank: int, world: int, build: Build) -> Rank:
         dist.destroy_process_group()
 
 
-def computed(ranks: Sequence[Rank], *, lowest_rank: bool = False) -> SharedPlan:
+def computed(
+    ranks: Sequence[Rank], *, lowest_rank: bool = False, derived: Mapping[str, str] = MappingProxyType({})
+) -> SharedPlan:
     """Plan as every rank does, from what all of them have described and sent."""
     parts: dict[tuple[int, bytes], Part] = {}
     for rank in ranks:
@@ -73,7 +77,8 @@ def computed(ranks: Sequence[Rank], *, lowest_rank: bool = False) -> SharedPlan:
     order = {key: number for number, key in enumerate(sorted(parts, key=lambda key: key[0]))}
     parts_of = np.array([[order[at, part.digest] for at, part in enumerate(_parts(rank))] for rank in ranks])
     places = [rank.described.places for rank in ranks if rank.described is not None]
-    return plan_all([parts[key] for key in order], parts_of, places, lowest_rank=lowest_rank)
+    distinct = [parts[key] for key in order]
+    return plan_all(distinct, parts_of, places, lowest_rank=lowest_rank, derived=derived)
 
 
 def _parts(rank: Rank) -> tuple[Part, ...]:
@@ -81,26 +86,28 @@ def _parts(rank: Rank) -> tuple[Part, ...]:
     return rank.described.parts
 
 
-def as_dcp(ranks: Sequence[Rank], *, lowest_rank: bool = False) -> tuple[list[SavePlan], Metadata]:
+def as_dcp(
+    ranks: Sequence[Rank], *, lowest_rank: bool = False, derived: Mapping[str, str] = MappingProxyType({})
+) -> tuple[list[SavePlan], Metadata]:
     """What DCP's coordinator makes of the ranks' plans, with our rule of who writes what several have."""
     planner = DefaultSavePlanner(flatten_state_dict=False, dedup_save_to_lowest_rank=lowest_rank)
     plans = [rank.plan for rank in ranks]
-    return planner.create_global_plan(plans if lowest_rank else balanced(plans))
+    return planner.create_global_plan(plans if lowest_rank else balanced(plans, derived))
 
 
-def assert_as_dcp(build: Build, world: int) -> bool:
+def assert_as_dcp(build: Build, world: int, derived: Mapping[str, str] = MappingProxyType({})) -> bool:
     """Fail unless both plan alike; return whether DCP can save such a state at all."""
     ranks = [on_rank(rank, world, build) for rank in range(world)]
     can = True
     for lowest_rank in (False, True):
         try:
-            theirs, metadata = as_dcp(ranks, lowest_rank=lowest_rank)
+            theirs, metadata = as_dcp(ranks, lowest_rank=lowest_rank, derived=derived)
         except ValueError:
             with pytest.raises(IrregularError):
                 computed(ranks, lowest_rank=lowest_rank)
             can = False
             continue
-        ours = computed(ranks, lowest_rank=lowest_rank)
+        ours = computed(ranks, lowest_rank=lowest_rank, derived=derived)
         for rank in range(world):
             mine, other = ours.save_plan(rank).items, theirs[rank].items
             by_index = {(item.index.fqn, item.index.offset): item for item in mine}
@@ -220,6 +227,36 @@ BUILDS = (fsdp, hsdp, fsdp_and_tp, hsdp_and_tp, parts_of_the_mesh, pipeline, of_
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
 def test_layouts_of_training_are_planned_as_dcp_does(build: Build, world: int) -> None:
     assert assert_as_dcp(build, world)
+
+
+def masters(rank: int, world: int) -> State:
+    """HSDP in mixed precision, of layers of several sizes, one of them with its master sharded in another way."""
+    mesh, both = init_device_mesh("cpu", (2, world // 2)), [Replicate(), Shard(0)]
+    shapes = [(4 * world + 3 * number, 5 + number) for number in range(7)]
+    state: State = {"model": {}, "master": {}, "m": {}, "ema": {}}
+    for number, shape in enumerate(shapes):
+        placements = [Replicate(), Shard(1)] if number == 3 else both
+        state["model"][f"w{number}"] = dtensor(mesh, both, shape, torch.bfloat16)
+        state["master"][f"w{number}"] = dtensor(mesh, placements, shape)
+        state["m"][f"w{number}"] = dtensor(mesh, both, shape)
+    state["model"]["norm"], state["master"]["norm"] = torch.ones(9, dtype=torch.bfloat16), torch.ones(9)
+    state["ema"]["w1"] = dtensor(mesh, both, shapes[1])
+    return {**state, **common()}
+
+
+DERIVED = {"master.*": "model.*", "ema.*": "model.*", "m.w6": "m.w5", "m.w5": "m.w6"}
+
+
+@pytest.mark.parametrize("world", [4, 8])
+def test_masters_are_planned_with_their_weights(world: int) -> None:
+    assert assert_as_dcp(masters, world, DERIVED)
+    plan = computed([on_rank(rank, world, masters) for rank in range(world)], derived=DERIVED)
+    owners = dict(zip(plan.keys, plan.owners, strict=True))
+    for name in ("w0", "w1", "w2", "w4", "w5", "w6", "norm"):
+        assert owners[f"master.{name}"].tolist() == owners[f"model.{name}"].tolist(), name
+    assert owners["ema.w1"].tolist() == owners["model.w1"].tolist()
+    written = [sum(map(planned_nbytes, plan.save_plan(rank).items)) for rank in range(world)]
+    assert max(written) < 2 * sum(written) / world, "and still shared out"
 
 
 def test_one_rank_alone() -> None:
