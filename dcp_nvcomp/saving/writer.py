@@ -206,6 +206,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
 
     def __repr__(self) -> str:
         given = {**vars(self.options), "progress": self.progress, "on_save": self.on_save}
+        given["derived"] = given["derived"] or None
         return shown(type(self), self.path, given, self.options.storage_options)
 
     @property

@@ -158,7 +158,8 @@ def item(name: str, *sizes: int, dtype: torch.dtype = torch.float32) -> WriteIte
 
 
 def plan(items: list[WriteItem], **options: int) -> list[list[PlannedFile]]:
-    return plan_files(items, 3, ID, **{"single_file_per_rank": True, "streams": 2, "file_nbytes": 100, **options})
+    units = [(one,) for one in items]
+    return plan_files(units, 3, ID, **{"single_file_per_rank": True, "streams": 2, "file_nbytes": 100, **options})
 
 
 def test_planned_sizes() -> None:
