@@ -15,25 +15,16 @@ from collections.abc import Callable
 from benchmarks.measuring import Settings, Spread, core_count, paired
 from benchmarks.results import Report
 from benchmarks.states import State, assert_same, destination, nbytes_of
-from benchmarks.trained_models import MODELS, trained
+from benchmarks.trained_models import trained_states
 from dcp_nvcomp import load, save
 
-_SEEDS = (1, 2)
 _WAYS: dict[str, dict[str, str] | None] = {"as usual": None, "derived": {"master.*": "w.*"}}
 _WANTED = {"all": "", "weights": "w.", "masters": "master."}
 
 
 def run(settings: Settings) -> Report:
     report = Report("masters", settings)
-    steps = 3 if settings.quick else 150
-    states: dict[str, State] = {}
-    for model in MODELS:
-        for seed in _SEEDS[:1] if settings.quick else _SEEDS:
-            settings.say(f"{model}, seed {seed}: {steps} steps")
-            found = trained(model, seed, steps, mixed=True)
-            states[f"{model}, {seed}"] = {
-                f"{kind}.{name}": tensor for kind, tensors in found.items() for name, tensor in tensors.items()
-            }
+    states = trained_states(settings, mixed=True)
     _add_sizes(report, settings, states)
     # by kind first, as keys of masters and weights are
     mix = {

@@ -2,31 +2,21 @@
 
 "without" is the same code whose `auto` has no chain that predicts. Sizes are those of whole data files. Speeds are of
 whole save and load jobs in memory, as `dcp-nvcomp bench` measures them, both in turn.
-
-"limit" is what an ideal code would gain from rows and columns: the entropy of the eleven bits that are predicted, alone
-and less the means of their row and column, which are taken from the whole matrix and stored for nothing.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 from unittest.mock import patch
-
-import numpy as np
-import numpy.typing as npt
-import torch
 
 from benchmarks.measuring import Settings, Spread, core_count
 from benchmarks.results import Report
 from benchmarks.states import COMPONENTS, State, component, load_state, nbytes_of
-from benchmarks.trained_models import MODELS, trained
+from benchmarks.trained_models import trained_states
 from dcp_nvcomp.advising.measuring import CodecRates, measure_codec
 from dcp_nvcomp.codecs import choose
-
-_SEEDS = (1, 2)
 
 
 @contextmanager
@@ -37,40 +27,11 @@ def _without() -> Iterator[None]:
 
 def run(settings: Settings) -> Report:
     report = Report("rowcol", settings)
-    steps = 3 if settings.quick else 150
-    states: dict[str, State] = {}
-    for model in MODELS:
-        for seed in _SEEDS[:1] if settings.quick else _SEEDS:
-            settings.say(f"{model}, seed {seed}: {steps} steps")
-            for kind, tensors in trained(model, seed, steps).items():
-                for name, tensor in tensors.items():
-                    states.setdefault(f"{model}, {seed}", {})[f"{kind}.{name}"] = tensor
+    states = trained_states(settings)
     _add_sizes(report, states, load_state(settings.state))
     mix = {f"{name}.{key}": tensor for name, state in states.items() for key, tensor in state.items()}
     _add_speeds(report, settings, {"fp32": mix, "bf16": {key: tensor.bfloat16() for key, tensor in mix.items()}})
     return report
-
-
-def ideal_gain(tensors: Iterable[torch.Tensor]) -> float:
-    """Return what an ideal code of some float32 would gain from rows and columns, over one of their exponents."""
-    bits = gained = 0.0
-    for tensor in tensors:
-        values = tensor.contiguous().view(torch.int32).numpy() >> 20 & 0x7FF
-        bits += tensor.numel() * (24 + _entropy(values >> 3))
-        if tensor.dim() > 1:
-            matrix = values.reshape(len(values), -1).astype(np.float64)
-            matrix -= matrix.mean(1, keepdims=True)
-            matrix -= matrix.mean(0)
-            left = np.round(matrix).astype(np.int64)
-            gained += tensor.numel() * max(0.0, _entropy(values) - _entropy(left - left.min()))
-    return bits / (bits - gained)
-
-
-def _entropy(values: npt.NDArray[Any]) -> float:
-    """Return the bits that each of some numbers takes, by how often each occurs."""
-    counts = np.bincount(values.reshape(-1))
-    parts = counts[counts > 0] / values.size
-    return float(-(parts * np.log2(parts)).sum())
 
 
 def _ratio(state: State) -> float:
@@ -86,7 +47,6 @@ def _add_sizes(report: Report, states: dict[str, State], real: State) -> None:
         without=("without", ".3f"),
         ratio=("with", ".3f"),
         gain=("gain", ".3f"),
-        limit=("limit", ".3f"),
     )
     gains: dict[str, list[float]] = {}
 
@@ -94,8 +54,7 @@ def _add_sizes(report: Report, states: dict[str, State], real: State) -> None:
         with _without():
             without = _ratio(state)
         ratio = _ratio(state)
-        limit = ideal_gain(state.values()) if {tensor.dtype for tensor in state.values()} == {torch.float32} else None
-        table.add(state=name, part=part, without=without, ratio=ratio, gain=ratio / without, limit=limit)
+        table.add(state=name, part=part, without=without, ratio=ratio, gain=ratio / without)
         gains.setdefault(part, []).append(ratio / without)
 
     for name, state in states.items():

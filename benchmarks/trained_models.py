@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["MODELS", "trained"]
+from benchmarks.measuring import Settings
+from benchmarks.states import State
+
+__all__ = ["MODELS", "trained", "trained_states"]
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 _WIDTH = 384
@@ -93,6 +96,20 @@ MODELS: dict[str, Callable[[torch.Generator], tuple[nn.Module, Batches]]] = {
     "ViT on patterns": _images,
     "layers after a teacher": _layers,
 }
+
+
+def trained_states(settings: Settings, *, mixed: bool = False) -> dict[str, State]:
+    """Return what all `MODELS` come to, two seeds each, by their names: tensors by kind and name of the parameter."""
+    steps = 3 if settings.quick else 150
+    states: dict[str, State] = {}
+    for model in MODELS:
+        for seed in (1,) if settings.quick else (1, 2):
+            settings.say(f"{model}, seed {seed}: {steps} steps")
+            found = trained(model, seed, steps, mixed=mixed)
+            states[f"{model}, {seed}"] = {
+                f"{kind}.{name}": tensor for kind, tensors in found.items() for name, tensor in tensors.items()
+            }
+    return states
 
 
 def trained(model: str, seed: int, steps: int, *, mixed: bool = False) -> dict[str, dict[str, Tensor]]:

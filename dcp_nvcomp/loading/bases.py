@@ -39,7 +39,7 @@ class Base:
 
 
 def base_of(footer: Footer, record: Record, number: int) -> Base | None:
-    """Return the block that block `number`, one of a record, can't be decoded without; None if there is none."""
+    """Return the block that one of a record, block `number`, is derived from; None if it can be decoded alone."""
     if record.base is None:
         return None
     assert record.chain is not None

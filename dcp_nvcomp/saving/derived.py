@@ -40,7 +40,7 @@ def check_derived(derived: Mapping[str, str]) -> dict[str, str]:
 
 
 def weight_fqn(fqn: str, derived: Mapping[str, str]) -> str | None:
-    """Return the key of the weight that a tensor is the master of, by the first that fits; None if it is none.
+    """Return the key of the weight that a tensor is the master of, by the first that fits; None if it is no master.
 
     Examples:
         >>> weight_fqn("optimizer.master.layers.0.weight", {"optimizer.master.*": "model.*"})
@@ -57,7 +57,7 @@ def weight_fqn(fqn: str, derived: Mapping[str, str]) -> str | None:
 
 
 def pairs(items: Sequence[WriteItem], derived: Mapping[str, str]) -> dict[MetadataIndex, MetadataIndex]:
-    """Return of each master in a rank's plan that can be derived the weight, which is there too."""
+    """Map each master in a rank's plan to its weight, if that is there too."""
     if not derived:
         return {}
     weights = {(item.index.fqn, *_region(item)): item for item in items if _is(item, torch.bfloat16)}

@@ -47,7 +47,7 @@ class RankSave:
 
     @cached_property
     def derived(self) -> Mapping[MetadataIndex, MetadataIndex]:
-        """Of each shard that may be derived from another one the index of that."""
+        """The shards that may be derived from others, and from which."""
         return pairs(self.items, self.options.derived)
 
     @property

@@ -57,7 +57,7 @@ def balanced(plans: Sequence[SavePlan], derived: Mapping[str, str] = MappingProx
 def _weights(
     plans: Sequence[SavePlan], ranks_of: Mapping[_Key, list[int]], derived: Mapping[str, str]
 ) -> dict[_Key, _Key]:
-    """Return of masters their weights, where the same ranks have the same region of both."""
+    """Map masters to their weights, where the same ranks have the same region of both."""
     planned = {_key(item): item.tensor_data for plan in plans for item in plan.items}
     found = dict[_Key, _Key]()
     for key, master in planned.items():

@@ -197,7 +197,7 @@ def _layout(
 
 
 def _weights(numbers_of: Mapping[str, int], layouts: Sequence[Layout], derived: Mapping[str, str]) -> dict[int, int]:
-    """Return of the keys of masters those of their weights, where the same ranks have the same shards of both."""
+    """Map the keys of masters to those of their weights, where the same ranks have the same shards of both."""
     found: dict[int, int] = {}
     for fqn, number in numbers_of.items() if derived else ():
         weight = numbers_of.get(weight_fqn(fqn, derived) or "")
