@@ -119,10 +119,12 @@ def test_thousands_of_small_shards(tmp_path: Path, on_the_engine: StandInPool) -
     assert_loads(tmp_path, state, engine="cpu", verify="full")
 
 
-def three_lanes(items: Sequence[WriteItem], rank: int, file_id: str, **options: Any) -> list[list[PlannedFile]]:
+def three_lanes(
+    units: Sequence[tuple[WriteItem, ...]], rank: int, file_id: str, **options: Any
+) -> list[list[PlannedFile]]:
     """Two files in each, of items of all kinds."""
     names = [data_file_name(rank, number, file_id) for number in range(6)]
-    files = [PlannedFile(name, tuple(items[number::6])) for number, name in enumerate(names)]
+    files = [PlannedFile(name, tuple(itertools.chain(*units[number::6]))) for number, name in enumerate(names)]
     return [files[:2], files[2:4], files[4:]]
 
 
