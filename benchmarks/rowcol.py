@@ -1,7 +1,8 @@
 """`rowcol`: what prediction from rows and columns gains on states of models trained here, and on real state.
 
-"without" is the same code whose `auto` has no chain that predicts. Sizes are those of whole data files. Speeds are of
-whole save and load jobs in memory, as `dcp-nvcomp bench` measures them, both in turn.
+"without" is the same code whose `auto` has no chain that predicts; "everywhere" is one that predicts whatever a sample
+says gets smaller by it, at any speed. Sizes are those of whole data files. Speeds are of whole save and load jobs in
+memory, as `dcp-nvcomp bench` measures them, both in turn.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
+from benchmarks.ideal_code import ideal_nbytes
 from benchmarks.measuring import Settings, Spread, core_count
 from benchmarks.results import Report
 from benchmarks.states import COMPONENTS, State, component, load_state, nbytes_of
@@ -25,10 +27,17 @@ def _without() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _everywhere() -> Iterator[None]:
+    with patch.object(choose, "_PREDICTED_TOLERANCE", 1.0):
+        yield
+
+
 def run(settings: Settings) -> Report:
     report = Report("rowcol", settings)
     states = trained_states(settings)
     _add_sizes(report, states, load_state(settings.state))
+    _add_limits(report, states)
     mix = {f"{name}.{key}": tensor for name, state in states.items() for key, tensor in state.items()}
     _add_speeds(report, settings, {"fp32": mix, "bf16": {key: tensor.bfloat16() for key, tensor in mix.items()}})
     return report
@@ -73,6 +82,30 @@ def _add_sizes(report: Report, states: dict[str, State], real: State) -> None:
     report.at_least("v in bf16, the least gain", trained_gains["v, bf16"], 1.14)
     report.at_least("all states, the least gain", min(min(found) for found in gains.values()), 1 / 1.001)
     report.at_least("real state together, ratio", table.rows[-1]["ratio"], 1.325)
+
+
+def _add_limits(report: Report, states: dict[str, State]) -> None:
+    table = report.table(
+        "limits",
+        "w + m + v: what they gain, and what no code of single floats predicted from rows and columns gains more than",
+        state=("state", ""),
+        gain=("with", ".4f"),
+        everywhere=("predicted everywhere", ".4f"),
+        limit=("ideal code", ".4f"),
+    )
+    for name, state in states.items():
+        with _without():
+            without = nbytes_of(state) / _ratio(state)
+        with _everywhere():
+            everywhere = _ratio(state)
+        found = {
+            "gain": without * _ratio(state) / nbytes_of(state),
+            "everywhere": without * everywhere / nbytes_of(state),
+            "limit": without / sum(ideal_nbytes(tensor) for tensor in state.values()),
+        }
+        table.add(state=name, **found)
+    least = min(row["limit"] / max(row["gain"], row["everywhere"]) for row in table.rows)
+    report.at_least("the ideal code over what is gained, least", least, 1.0)
 
 
 def _add_speeds(report: Report, settings: Settings, mixes: dict[str, State]) -> None:

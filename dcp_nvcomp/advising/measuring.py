@@ -51,7 +51,7 @@ _SIDE = 1024
 # ones, within a hundredth (tests/advising compares them).
 _KINDS: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "model": lambda g: (_normal(g) * _scales(g, 0.2) * 2e-2).bfloat16(),
-    "grad": lambda g: (_normal(g) * _scales(g, 0.55) * 1e-4).bfloat16(),
+    "grad": lambda g: (_normal(g) * _scales(g, 0.5) * 1e-4).bfloat16(),
     "exp_avg": lambda g: _normal(g) * _scales(g, 0.5) * 1e-5,
     "exp_avg_sq": lambda g: torch.exp(_normal(g) * 0.5) * _scales(g, 0.7, 0.4) * 1e-10,
 }

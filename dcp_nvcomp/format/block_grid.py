@@ -18,12 +18,13 @@ import numpy.typing as npt
 
 from dcp_nvcomp.codecs.base import BLOCK_NBYTES
 
-# Matrices as large as this are cut into boxes, those of the second size and larger into the larger boxes. In smaller
-# ones the cost per block exceeds what a resharded load saves.
-_BOXED_NBYTES, _LARGE_NBYTES = 1 << 20, 4 << 20
-_BOX_NBYTES, _LARGE_BOX_NBYTES = 128 << 10, 256 << 10
-_MIN_HEIGHT, _MAX_HEIGHT = 8, 128
-# Maximum width of a box, unless the matrix has few rows.
+# Matrices as large as this are cut into boxes. In smaller ones the cost per block exceeds what a resharded load saves;
+# so it does in boxes of half this size, which take an eighth longer to encode and to decode.
+_BOXED_NBYTES = 1 << 20
+_BOX_NBYTES, _MIN_BOXES = 256 << 10, 8
+_MIN_HEIGHT = 8
+# Minimum width of a box, that of larger matrices, and the maximum, unless the matrix has few rows.
+_MIN_RUN_NBYTES, _LARGE_MIN_RUN_NBYTES, _LARGE_NBYTES = 1 << 10, 2 << 10, 4 << 20
 _MAX_RUN_NBYTES = 4 << 10
 _PARTS = 4
 
@@ -155,18 +156,21 @@ def row_grid(shape: tuple[int, ...], element_nbytes: int, block_nbytes: int = BL
 def box_block_shape(shape: Sequence[int], element_nbytes: int) -> tuple[int, ...]:
     """Return blocks that are boxes of the last two dimensions if these are a large matrix, else `row_block_shape`.
 
-    A box is a quarter of a row wide, less if that is more than 4 KiB, and more if it would be more than 128 rows high.
-    A row has a power of two of them, as ranks that hold columns are often as many. A matrix of few rows, or of short
-    ones, has blocks of rows.
+    A box is a quarter of a row wide: less if that is more than 4 KiB, more if that is less than 1 KiB (from 4 MiB on,
+    2 KiB). A row has a power of two of them, as ranks that hold columns are often as many. A matrix of few rows, or of
+    short ones, has blocks of rows.
     """
     nbytes = math.prod(shape[-2:]) * element_nbytes
-    box_nbytes = _BOX_NBYTES if nbytes < _LARGE_NBYTES else _LARGE_BOX_NBYTES
     if len(shape) < 2 or nbytes < _BOXED_NBYTES:
         return row_block_shape(shape, element_nbytes)
     rows, columns = shape[-2:]
-    if rows < _MIN_HEIGHT or columns * element_nbytes < box_nbytes // _MAX_HEIGHT:
+    row_nbytes, min_run_nbytes = columns * element_nbytes, _MIN_RUN_NBYTES
+    if nbytes >= _LARGE_NBYTES:
+        min_run_nbytes = _LARGE_MIN_RUN_NBYTES
+    if rows < _MIN_HEIGHT or row_nbytes < min_run_nbytes:
         return row_block_shape(shape, element_nbytes)
-    row_nbytes, min_run_nbytes = columns * element_nbytes, max(box_nbytes // _MAX_HEIGHT, box_nbytes // rows)
+    box_nbytes = min(_BOX_NBYTES, nbytes // _MIN_BOXES)
+    min_run_nbytes = max(min_run_nbytes, box_nbytes // rows)
     parts = 1
     while row_nbytes >= 2 * parts * min_run_nbytes and (parts < _PARTS or row_nbytes > parts * _MAX_RUN_NBYTES):
         parts *= 2

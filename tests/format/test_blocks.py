@@ -149,7 +149,7 @@ def test_box_block_shape(shape: list[int], element_nbytes: int) -> None:
     assert all(size == 1 for size in block[:-2])
     (rows, columns), (height, width) = shape[-2:], block[-2:]
     assert math.prod(shape[-2:]) * element_nbytes >= 1 << 20
-    assert 1 <= height <= min(rows, 128)
+    assert 1 <= height <= min(rows, 256)
     assert 1 <= width <= columns
     assert math.prod(block) * element_nbytes <= max(256 << 10, width * element_nbytes)
     assert math.prod(block) * element_nbytes >= 32 << 10
@@ -168,6 +168,7 @@ def test_box_block_shape(shape: list[int], element_nbytes: int) -> None:
         ((256, 1024), 4, (128, 256)),  # of one of 4 MiB
         ((8192, 28672), 2, (73, 1792)),
         ((16, 4096, 1024), 4, (1, 128, 512)),  # experts
+        ((1536, 384), 4, (154, 384)),  # as many boxes as of a smaller one, so larger boxes
         ((255, 1024), 4, (255, 1024)),  # less than 1 MiB
         ((1 << 20, 64), 4, (4096, 64)),  # narrow
         ((4, 1 << 20), 4, (1, 1 << 18)),  # of low rank

@@ -23,7 +23,7 @@ from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads, data_file, flip, load_into, save
 
-SHAPE = (600, 1200)  # boxes of 100 x 300, four in a row
+SHAPE = (600, 1200)  # boxes of 200 x 300, four in a row
 
 
 def trained(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -201,4 +201,4 @@ def check_regions(path: Path, whole: torch.Tensor, regions: list[tuple[int, int,
 
 
 def test_the_grid_is_that_of_the_shape() -> None:
-    assert box_grid(SHAPE, 4).block_shape == (100, 300)
+    assert box_grid(SHAPE, 4).block_shape == (200, 300)
