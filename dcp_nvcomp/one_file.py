@@ -12,23 +12,22 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import uuid
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.utils._pytree import tree_map_only
 
-from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.tensors import is_transparent, memory_of, torch_dtype
-from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, FormatError, StorageError
+from dcp_nvcomp.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from dcp_nvcomp.format.data_file import DataFileRef, find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import Shard, StoredAt
-from dcp_nvcomp.format.names import ONE_FILE_KEY
+from dcp_nvcomp.format.names import ONE_FILE_KEY, STREAM_KEY
 from dcp_nvcomp.format.recognition import recognize
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.items import load_items
@@ -36,15 +35,10 @@ from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.reading.stored_tensor import Destinations, items_of_object
-from dcp_nvcomp.saving.data_files import PlannedFile
 from dcp_nvcomp.saving.encode.objects import serialized
-from dcp_nvcomp.saving.process_state import process_state
-from dcp_nvcomp.saving.rank_save import RankSave
-from dcp_nvcomp.saving.writer import NvcompWriter
+from dcp_nvcomp.saving.lone_file import write_file
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.local.output import sync_directory
-from dcp_nvcomp.storage.open import place_of
+from dcp_nvcomp.streams.reader import StreamReader
 
 
 def save_compressed_checkpoint(
@@ -78,31 +72,9 @@ def save_compressed_checkpoint(
         >>> load_compressed_checkpoint(path)
         {'w': tensor([0, 1, 2]), 'epoch': 7}
     """
-    text = os.fspath(path)
-    parent, name = parent_and_name(text)
-    writer = NvcompWriter(parent, overwrite=overwrite, **writer_options)
-    options = writer.options
-    engine = EngineChoice(options.engine)
-    engine.begin(options.device_memory_budget)
     parts = take_apart(state)
     skeleton = _pickled({"state": parts.skeleton, "keys": list(parts.tensors)})
-    items = [_item_to_write(key, tensor) for key, tensor in parts.tensors.items()]
-    items.append(WriteItem(MetadataIndex(ONE_FILE_KEY), WriteItemType.BYTE_IO))
-    part = RankSave(place_of(parent), uuid.uuid4().hex, 0, items, options)
-    with part.open() as filesystem:
-        filesystem.create_directory()
-        if not overwrite and filesystem.file_nbytes(name) is not None:
-            raise CheckpointExistsError("There is such a file already.", path=filesystem.location(name))
-        is_local = isinstance(filesystem, PosixFilesystem)
-        written = f".{name}.{part.save_id}.tmp" if is_local else name
-
-        def resolve(item: WriteItem) -> torch.Tensor | io.BytesIO:
-            return io.BytesIO(skeleton) if item.tensor_data is None else parts.tensors[item.index.fqn].detach()
-
-        lanes = [[PlannedFile(written, tuple(items))]]
-        part.run(resolve, engine=engine, remembered=process_state().choices, filesystem=filesystem, lanes=lanes)
-        if is_local:
-            _replace(filesystem, written, place_of(text))
+    write_file(path, parts.tensors, ONE_FILE_KEY, skeleton, overwrite=overwrite, **writer_options)
 
 
 def _pickled(skeleton: Any) -> bytes:
@@ -114,31 +86,12 @@ def _pickled(skeleton: Any) -> bytes:
         ) from error
 
 
-def _item_to_write(key: str, tensor: torch.Tensor) -> WriteItem:
-    offsets = torch.Size([0] * tensor.dim())
-    return WriteItem(
-        MetadataIndex(key, offsets),
-        WriteItemType.TENSOR,
-        tensor_data=TensorWriteData(
-            ChunkStorageMetadata(offsets, tensor.size()), TensorProperties(dtype=tensor.dtype), tensor.size()
-        ),
-    )
-
-
-def _replace(filesystem: Filesystem, written: str, final: str) -> None:
-    directory = os.path.dirname(final)
-    try:
-        os.replace(os.path.join(directory, written), final)
-        sync_directory(directory)
-    except OSError as error:
-        filesystem.remove([written])
-        raise StorageError.from_os_error("write", final, error) from error
-
-
 def load_compressed_checkpoint(
     path: str | os.PathLike[str], *, device: torch.device | str = "cpu", **reader_options: Any
 ) -> Any:
-    """Load a file of `save_compressed_checkpoint`. Values other than tensors are loaded with `weights_only=True`.
+    """Load a file of `save_compressed_checkpoint`, or one of torch.save that was compressed as a stream.
+
+    Values other than tensors are loaded with `weights_only=True`.
 
     Args:
         path: of the file: a local path or any fsspec URL.
@@ -164,6 +117,10 @@ def load_compressed_checkpoint(
             raise CheckpointNotFoundError("There is no such file.", path=filesystem.location(name))
         file = find_data_file(filesystem, name, nbytes)
         footer = read_footer(filesystem, file)
+        if any(record.fqn == STREAM_KEY for record in footer.records):
+            with StreamReader(filesystem, file, reader.load_options) as stream:
+                state = reader.load_options.safe.load_object(io.BytesIO(stream.readall()), STREAM_KEY)
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
         tensors, skeleton = _read(filesystem, reader, file, footer, torch.device(device))
     except (CheckpointNotFoundError, FormatError) as error:
         _say_what_it_is(filesystem, os.fspath(path), error)

@@ -14,6 +14,8 @@ DATA_FILE_SUFFIX: Final = ".distcp"
 METADATA_NAME: Final = ".metadata"
 # of the record with the skeleton of the state, in a file of save_compressed_checkpoint
 ONE_FILE_KEY: Final = ".skeleton"
+# of the record that says of which pieces a stream consists (dcp_nvcomp/streams)
+STREAM_KEY: Final = ".stream"
 
 _ID: Final = "[0-9a-f]{32}"
 _NUMBER: Final = "(?:0|[1-9][0-9]{0,8})"  # at most 9 digits: an id may happen to have no letter in it

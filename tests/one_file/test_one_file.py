@@ -107,7 +107,7 @@ def test_states_that_are_nested_too_deeply(tmp_path: Path) -> None:
 
 def test_the_name_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    monkeypatch.setattr("dcp_nvcomp.one_file.sync_directory", synced.append)
+    monkeypatch.setattr("dcp_nvcomp.saving.lone_file.sync_directory", synced.append)
     save_compressed_checkpoint({"w": torch.ones(3)}, tmp_path / "x")
     assert synced == [str(tmp_path)]
 

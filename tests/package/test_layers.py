@@ -17,6 +17,7 @@ LAYERS = (
     ("tools",),
     ("runs", "advising"),
     ("maintenance", "conversion", "one_file", "reporting"),
+    ("streams",),
     ("reading",),
     ("saving", "loading"),
     ("format",),

@@ -1,0 +1,84 @@
+"""A data file that no `.metadata` names: tensors, and a record of bytes that says what they are."""
+
+from __future__ import annotations
+
+import io
+import os
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_nvcomp.engines.choice import EngineChoice
+from dcp_nvcomp.errors import CheckpointExistsError, StorageError
+from dcp_nvcomp.format.data_file import DataFileRef
+from dcp_nvcomp.options import parent_and_name
+from dcp_nvcomp.saving.data_files import PlannedFile
+from dcp_nvcomp.saving.process_state import process_state
+from dcp_nvcomp.saving.rank_save import RankSave
+from dcp_nvcomp.saving.writer import NvcompWriter
+from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.local.output import sync_directory
+from dcp_nvcomp.storage.open import place_of
+
+
+def write_file(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    last_key: str,
+    last: bytes,
+    *,
+    overwrite: bool = True,
+    **writer_options: Any,
+) -> DataFileRef:
+    """Write the file: a record for each tensor, and one for the bytes; `writer_options` are those of `NvcompWriter`."""
+    text = os.fspath(path)
+    parent, name = parent_and_name(text)
+    writer = NvcompWriter(parent, overwrite=overwrite, **writer_options)
+    options = writer.options
+    engine = EngineChoice(options.engine)
+    engine.begin(options.device_memory_budget)
+    items = [_item_to_write(key, tensor) for key, tensor in tensors.items()]
+    items.append(WriteItem(MetadataIndex(last_key), WriteItemType.BYTE_IO))
+    part = RankSave(place_of(parent), uuid.uuid4().hex, 0, items, options)
+    with part.open() as filesystem:
+        filesystem.create_directory()
+        if not overwrite and filesystem.file_nbytes(name) is not None:
+            raise CheckpointExistsError("There is such a file already.", path=filesystem.location(name))
+        is_local = isinstance(filesystem, PosixFilesystem)
+        written = f".{name}.{part.save_id}.tmp" if is_local else name
+
+        def resolve(item: WriteItem) -> torch.Tensor | io.BytesIO:
+            return io.BytesIO(last) if item.tensor_data is None else tensors[item.index.fqn].detach()
+
+        lanes = [[PlannedFile(written, tuple(items))]]
+        remembered = process_state().choices
+        (found,), _ = part.run(resolve, engine=engine, remembered=remembered, filesystem=filesystem, lanes=lanes)
+        if is_local:
+            _replace(filesystem, written, place_of(text))
+        return found.file._replace(name=name)
+
+
+def _item_to_write(key: str, tensor: torch.Tensor) -> WriteItem:
+    offsets = torch.Size([0] * tensor.dim())
+    return WriteItem(
+        MetadataIndex(key, offsets),
+        WriteItemType.TENSOR,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(offsets, tensor.size()), TensorProperties(dtype=tensor.dtype), tensor.size()
+        ),
+    )
+
+
+def _replace(filesystem: Filesystem, written: str, final: str) -> None:
+    directory = os.path.dirname(final)
+    try:
+        os.replace(os.path.join(directory, written), final)
+        sync_directory(directory)
+    except OSError as error:
+        filesystem.remove([written])
+        raise StorageError.from_os_error("write", final, error) from error

@@ -1,0 +1,171 @@
+"""Write a stream: what torch.save writes is found again by its address, with its dtype and shape.
+
+torch.save writes the memory of tensors as it is. So it need not be copied: the file is made when the stream is closed,
+by the same pipeline as any other data file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dcp_nvcomp.engines.tensors import element_type, is_transparent
+from dcp_nvcomp.format.data_file import DataFileRef
+from dcp_nvcomp.format.names import STREAM_KEY
+from dcp_nvcomp.saving.lone_file import write_file
+from dcp_nvcomp.streams.pieces import LENGTH_NBYTES, LITERALS, Piece
+
+# Fewer bytes are literals: they are read with the list of pieces.
+_SMALL_NBYTES = 64 << 10
+
+
+class _Memory(NamedTuple):
+    """All of the memory that a tensor is in, as a tensor."""
+
+    start: int  # its address
+    tensor: torch.Tensor
+    key: str
+
+
+class StreamWriter:
+    """Write a stream of bytes into a compressed file, which appears when the stream is closed without an error.
+
+    Args:
+        path: of the file: a local path or any fsspec URL.
+        data: tensors in dicts, lists and tuples, parts of whose memory will be written. They must not change before
+            the stream is closed.
+        **writer_options: of `NvcompWriter`, and of the storage.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], data: Any = None, **writer_options: Any) -> None:
+        self.file: DataFileRef | None = None  # what was written, once it is there
+        self._path, self._options = path, writer_options
+        by_start: dict[int, _Memory] = {}
+        for memory in _memories(data):
+            known = by_start.get(memory.start)
+            if known is None or known.tensor.dim() < memory.tensor.dim():
+                by_start[memory.start] = memory
+        self._memories = [by_start[start] for start in sorted(by_start)]
+        self._pieces, self._literals, self._nbytes = list[Piece](), bytearray(), 0
+        self._used: dict[str, torch.Tensor] = {}
+        self._numbers: dict[int, int] = {}  # of memories that are used
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Append bytes: at once what belongs to no tensor, when the stream is closed what does."""
+        view = memoryview(data).cast("B")
+        begin = at = _address_of(view)
+        end = begin + len(view)
+        starts = [memory.start for memory in self._memories] if len(view) >= _SMALL_NBYTES else []
+        for number in range(max(bisect_right(starts, begin) - 1, 0), bisect_left(starts, end)):
+            memory = self._memories[number]
+            start, stop = max(memory.start, at), min(memory.start + memory.tensor.nbytes, end)
+            if stop - start >= _SMALL_NBYTES:
+                self._append_others(view[at - begin : start - begin])
+                self._append(self._number(number), start - memory.start, stop - start)
+                at = stop
+        self._append_others(view[at - begin :])
+        return len(view)
+
+    def _number(self, memory: int) -> int:
+        if memory not in self._numbers:
+            found = self._memories[memory]
+            self._numbers[memory] = self._add(found.key, found.tensor)
+        return self._numbers[memory]
+
+    def _add(self, key: str, tensor: torch.Tensor) -> int:
+        unused, count = key, 1
+        while unused in self._used or unused == STREAM_KEY:
+            count, unused = count + 1, f"{key}#{count + 1}"
+        self._used[unused] = tensor
+        return len(self._used) - 1
+
+    def _append_others(self, view: memoryview) -> None:
+        if len(view) < _SMALL_NBYTES:
+            if view:
+                self._append(LITERALS, len(self._literals), len(view))
+                self._literals += view
+        else:  # whose memory it is is unknown, so it may be used again
+            copy = torch.frombuffer(bytearray(view), dtype=torch.uint8)
+            self._append(self._add("bytes", copy), 0, len(view))
+
+    def _append(self, number: int, offset: int, nbytes: int) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if last is None or (number, offset) != (last.number, last.offset + self._nbytes - last.start):
+            self._pieces.append(Piece(self._nbytes, number, offset))
+        self._nbytes += nbytes
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Write the file.
+
+        Raises:
+            StorageError: it can't be written.
+        """
+        if self.file is None:
+            text = json.dumps({"nbytes": self._nbytes, "records": list(self._used), "pieces": self._pieces}).encode()
+            last = len(text).to_bytes(LENGTH_NBYTES, "little") + text + self._literals
+            self.file = write_file(self._path, self._used, STREAM_KEY, last, **self._options)
+
+    def __enter__(self) -> StreamWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+
+def _memories(data: Any, key: str = "") -> Iterator[_Memory]:
+    """Yield what tensors are in, with a key for it."""
+    if isinstance(data, torch.Tensor):
+        if isinstance(data, DTensor):
+            yield from _memories(data.to_local(), key)
+        elif is_traceable_wrapper_subclass(data):
+            for name in data.__tensor_flatten__()[0]:
+                yield from _memories(getattr(data, name), f"{key}.{name}")
+        elif data.layout == torch.strided and data.device.type == "cpu" and data.untyped_storage().nbytes():
+            memory = _whole_memory(data.detach())
+            yield _Memory(memory.data_ptr(), memory, key or "tensor")
+    elif isinstance(data, Mapping):
+        for name, value in data.items():
+            yield from _memories(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(data, list | tuple):
+        for number, value in enumerate(data):
+            yield from _memories(value, f"{key}.{number}" if key else str(number))
+
+
+def _whole_memory(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    is_whole = tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
+    if is_whole and is_transparent(tensor) and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    is_known = element_type(tensor.dtype) is not None and storage.nbytes() % tensor.dtype.itemsize == 0
+    return torch.empty(0, dtype=tensor.dtype if is_known else torch.uint8).set_(storage)
+
+
+def _address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
+
+
+def tensor_of(view: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Return bytes as a tensor in their memory, which must stay there; also of bytes that may not be written."""
+    if not view:
+        return torch.empty(0, dtype=dtype)
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * len(view)).from_address(_address_of(view)))
+    return torch.from_numpy(array).view(dtype)
