@@ -74,7 +74,7 @@ def save_compressed_checkpoint(
     """
     parts = take_apart(state)
     skeleton = _pickled({"state": parts.skeleton, "keys": list(parts.tensors)})
-    write_file(path, parts.tensors, ONE_FILE_KEY, skeleton, overwrite=overwrite, **writer_options)
+    write_file(path, parts.tensors, ONE_FILE_KEY, lambda: skeleton, overwrite=overwrite, **writer_options)
 
 
 def _pickled(skeleton: Any) -> bytes:

@@ -203,8 +203,10 @@ class NvcompStorage(Storage):
 
     def write(self, path: Path, data: Any) -> None:
         """Write a whole file: JSON, bytes, or safetensors, whose tensors are found by their header."""
-        with memoryview(data).cast("B") as view, self.get_write_stream(path, _safetensors(view)) as stream:
-            stream.write(view)
+        with memoryview(data).cast("B") as view:
+            tensors = _safetensors(view) or {"bytes": tensor_of(view)}
+            with self.get_write_stream(path, tensors) as stream:
+                stream.write(view)
 
     def delete(self, path: Path) -> None:
         """Remove a file that was not committed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,12 +30,24 @@ def write_file(
     path: str | os.PathLike[str],
     tensors: Mapping[str, torch.Tensor],
     last_key: str,
-    last: bytes,
+    last: Callable[[], bytes],
     *,
     overwrite: bool = True,
     **writer_options: Any,
 ) -> DataFileRef:
-    """Write the file: a record for each tensor, and one for the bytes; `writer_options` are those of `NvcompWriter`."""
+    """Write the file: a record for each tensor, and one for the bytes.
+
+    Args:
+        path: of the file.
+        tensors: by the key of their record.
+        last_key: the key of the record of bytes.
+        last: returns these bytes; called when all tensors are on their way.
+        overwrite: False if a file there may not be replaced.
+        **writer_options: of `NvcompWriter`.
+
+    Returns:
+        The file as `.metadata` would name it.
+    """
     text = os.fspath(path)
     parent, name = parent_and_name(text)
     writer = NvcompWriter(parent, overwrite=overwrite, **writer_options)
@@ -53,7 +65,7 @@ def write_file(
         written = f".{name}.{part.save_id}.tmp" if is_local else name
 
         def resolve(item: WriteItem) -> torch.Tensor | io.BytesIO:
-            return io.BytesIO(last) if item.tensor_data is None else tensors[item.index.fqn].detach()
+            return io.BytesIO(last()) if item.tensor_data is None else tensors[item.index.fqn].detach()
 
         lanes = [[PlannedFile(written, tuple(items))]]
         remembered = process_state().choices

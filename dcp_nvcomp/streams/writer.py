@@ -1,7 +1,7 @@
 """Write a stream: what torch.save writes is found again by its address, with its dtype and shape.
 
-torch.save writes the memory of tensors as it is. So it need not be copied: the file is made when the stream is closed,
-by the same pipeline as any other data file.
+torch.save writes the memory of tensors as it is. So it need not be copied: a thread takes the tensors through the same
+pipeline as for any other data file, while torch.save says what else is in the stream, and in which order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import json
 import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from functools import partial
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -20,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_nvcomp.engines.tensors import element_type, is_transparent
-from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.names import STREAM_KEY
 from dcp_nvcomp.saving.lone_file import write_file
 from dcp_nvcomp.streams.pieces import LENGTH_NBYTES, LITERALS, Piece
@@ -42,64 +44,56 @@ class StreamWriter:
 
     Args:
         path: of the file: a local path or any fsspec URL.
-        data: tensors in dicts, lists and tuples, parts of whose memory will be written. They must not change before
-            the stream is closed.
+        data: tensors in dicts, lists and tuples, whose memory will be written. They must not change before the stream
+            is closed.
         **writer_options: of `NvcompWriter`, and of the storage.
     """
 
     def __init__(self, path: str | os.PathLike[str], data: Any = None, **writer_options: Any) -> None:
-        self.file: DataFileRef | None = None  # what was written, once it is there
-        self._path, self._options = path, writer_options
+        self._last: SimpleQueue[bytes | None] = SimpleQueue()
         by_start: dict[int, _Memory] = {}
         for memory in _memories(data):
             known = by_start.get(memory.start)
             if known is None or known.tensor.dim() < memory.tensor.dim():
                 by_start[memory.start] = memory
         self._memories = [by_start[start] for start in sorted(by_start)]
+        self._starts = [memory.start for memory in self._memories]
+        tensors = dict[str, torch.Tensor]()
+        for memory in self._memories:
+            key, count = memory.key, 1
+            while key in tensors or key == STREAM_KEY:
+                count, key = count + 1, f"{memory.key}#{count + 1}"
+            tensors[key] = memory.tensor
+        self._records = list(tensors)
         self._pieces, self._literals, self._nbytes = list[Piece](), bytearray(), 0
-        self._used: dict[str, torch.Tensor] = {}
-        self._numbers: dict[int, int] = {}  # of memories that are used
+        # the file is written beside torch.save, which computes CRCs of its own
+        pool = ThreadPoolExecutor(1, "dcp-stream")
+        last = partial(_taken, self._last)
+        self._written = pool.submit(write_file, path, tensors, STREAM_KEY, last, **writer_options)
+        pool.shutdown(wait=False)
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        """Append bytes: at once what belongs to no tensor, when the stream is closed what does."""
+        """Append bytes; those of `data` are read where they are."""
         view = memoryview(data).cast("B")
         begin = at = _address_of(view)
         end = begin + len(view)
-        starts = [memory.start for memory in self._memories] if len(view) >= _SMALL_NBYTES else []
-        for number in range(max(bisect_right(starts, begin) - 1, 0), bisect_left(starts, end)):
+        for number in range(max(bisect_right(self._starts, begin) - 1, 0), bisect_left(self._starts, end)):
             memory = self._memories[number]
             start, stop = max(memory.start, at), min(memory.start + memory.tensor.nbytes, end)
-            if stop - start >= _SMALL_NBYTES:
-                self._append_others(view[at - begin : start - begin])
-                self._append(self._number(number), start - memory.start, stop - start)
+            if start < stop:
+                self._append_literals(view[at - begin : start - begin])
+                self._append(number, start - memory.start, stop - start)
                 at = stop
-        self._append_others(view[at - begin :])
+        self._append_literals(view[at - begin :])
         return len(view)
 
-    def _number(self, memory: int) -> int:
-        if memory not in self._numbers:
-            found = self._memories[memory]
-            self._numbers[memory] = self._add(found.key, found.tensor)
-        return self._numbers[memory]
-
-    def _add(self, key: str, tensor: torch.Tensor) -> int:
-        unused, count = key, 1
-        while unused in self._used or unused == STREAM_KEY:
-            count, unused = count + 1, f"{key}#{count + 1}"
-        self._used[unused] = tensor
-        return len(self._used) - 1
-
-    def _append_others(self, view: memoryview) -> None:
-        if len(view) < _SMALL_NBYTES:
-            if view:
-                self._append(LITERALS, len(self._literals), len(view))
-                self._literals += view
-        else:  # whose memory it is is unknown, so it may be used again
-            copy = torch.frombuffer(bytearray(view), dtype=torch.uint8)
-            self._append(self._add("bytes", copy), 0, len(view))
+    def _append_literals(self, view: memoryview) -> None:
+        if view:
+            self._append(LITERALS, len(self._literals), len(view))
+            self._literals += view
 
     def _append(self, number: int, offset: int, nbytes: int) -> None:
         last = self._pieces[-1] if self._pieces else None
@@ -111,15 +105,21 @@ class StreamWriter:
         """Do nothing."""
 
     def close(self) -> None:
-        """Write the file.
+        """Wait until the file is written.
 
         Raises:
-            StorageError: it can't be written.
+            StorageError: it can't be.
         """
-        if self.file is None:
-            text = json.dumps({"nbytes": self._nbytes, "records": list(self._used), "pieces": self._pieces}).encode()
-            last = len(text).to_bytes(LENGTH_NBYTES, "little") + text + self._literals
-            self.file = write_file(self._path, self._used, STREAM_KEY, last, **self._options)
+        if not self._written.done():
+            described = {"nbytes": self._nbytes, "records": self._records, "pieces": self._pieces}
+            text = json.dumps(described).encode()
+            self._last.put(len(text).to_bytes(LENGTH_NBYTES, "little") + text + self._literals)
+        self._written.result()
+
+    def abort(self) -> None:
+        """Leave no file, if the stream was not closed."""
+        self._last.put(None)
+        wait([self._written])
 
     def __enter__(self) -> StreamWriter:
         return self
@@ -129,6 +129,18 @@ class StreamWriter:
     ) -> None:
         if error is None:
             self.close()
+        else:
+            self.abort()
+
+    def __del__(self) -> None:
+        self._last.put(None)
+
+
+def _taken(last: SimpleQueue[bytes | None]) -> bytes:
+    found = last.get()
+    if found is None:
+        raise CancelledError("The stream was not closed.")
+    return found
 
 
 def _memories(data: Any, key: str = "") -> Iterator[_Memory]:
@@ -139,7 +151,9 @@ def _memories(data: Any, key: str = "") -> Iterator[_Memory]:
         elif is_traceable_wrapper_subclass(data):
             for name in data.__tensor_flatten__()[0]:
                 yield from _memories(getattr(data, name), f"{key}.{name}")
-        elif data.layout == torch.strided and data.device.type == "cpu" and data.untyped_storage().nbytes():
+        elif data.layout == torch.strided and data.device.type == "cpu":
+            if data.untyped_storage().nbytes() < _SMALL_NBYTES:
+                return
             memory = _whole_memory(data.detach())
             yield _Memory(memory.data_ptr(), memory, key or "tensor")
     elif isinstance(data, Mapping):

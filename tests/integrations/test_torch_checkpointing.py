@@ -36,15 +36,23 @@ def torch_checkpointing() -> None:
     needs("torch_checkpointing", "torch-checkpointing==0.1.1")
 
 
-@pytest.fixture(params=["disk", "memory", "s3"])
+@pytest.fixture(
+    params=[
+        "disk",
+        "memory",
+        "s3",
+        pytest.param("real_s3", marks=pytest.mark.ci),
+        pytest.param("azure", marks=pytest.mark.ci),
+    ]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any]]:
     """Return a directory of some storage, and its options."""
     if request.param == "disk":
         return str(tmp_path), {}
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}", {}
-    store: S3Store = request.getfixturevalue("s3_store")
-    return f"{store[0]}/run", store[1]
+    store: S3Store = request.getfixturevalue(f"{request.param}_store")
+    return f"{store[0]}/checkpoints", store[1]
 
 
 def storage_of(place: tuple[str, dict[str, Any]], **options: Any) -> Any:

@@ -236,7 +236,7 @@ def test_invalid_pieces_are_refused(tmp_path: Path, change: dict[str, Any]) -> N
 
     def write(described: dict[str, Any]) -> Path:
         text = json.dumps(described).encode()
-        write_file(tmp_path / "a", tensors, STREAM_KEY, len(text).to_bytes(LENGTH_NBYTES, "little") + text)
+        write_file(tmp_path / "a", tensors, STREAM_KEY, lambda: len(text).to_bytes(LENGTH_NBYTES, "little") + text)
         return tmp_path / "a"
 
     with open_stream(write(described)) as stream:
@@ -247,13 +247,13 @@ def test_invalid_pieces_are_refused(tmp_path: Path, change: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("last", [b"", b"\0", (1 << 62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"[["])
 def test_a_list_that_is_cut_short_is_refused(tmp_path: Path, last: bytes) -> None:
-    write_file(tmp_path / "a", {}, STREAM_KEY, last)
+    write_file(tmp_path / "a", {}, STREAM_KEY, lambda: last)
     with pytest.raises(FormatError, match="list of a stream's pieces is invalid"):
         open_stream(tmp_path / "a")
 
 
 def test_another_file_has_no_stream(tmp_path: Path) -> None:
-    write_file(tmp_path / "a", {"w": torch.ones(9)}, "other", b"x")
+    write_file(tmp_path / "a", {"w": torch.ones(9)}, "other", lambda: b"x")
     with pytest.raises(FormatError, match="has no stream"):
         open_stream(tmp_path / "a")
 
