@@ -40,6 +40,7 @@ class Suite(str, Enum):
     codecs = "codecs"
     rowcol = "rowcol"
     masters = "masters"
+    torch_checkpointing = "torch_checkpointing"
 
 
 @app.command()

@@ -302,7 +302,8 @@ class NvcompStorage(Storage):
             return sorted(map(unquote, names) if staged is not None else {*names, *filesystem.list_folders()})
 
     def exists(self, path: Path) -> bool:
-        """Return True if there is such a file, or a directory with something in it."""
+        """Return True if there is such a file, or a directory with something in it. A load begins with this."""
+        self._commits.pop(self._url(path), None)
         return self.isdir(path) or self._is_file(path)
 
     def _is_file(self, path: Path) -> bool:

@@ -288,12 +288,18 @@ def _incremental(rows: Tables) -> None:
     assert nbytes[0] < 0.2 and nbytes[0] < nbytes[1] < 0.8 < nbytes[2]
 
 
+def _torch_checkpointing(rows: Tables) -> None:
+    own, ours, *_ = rows["saves"]
+    assert ours["ratio"] > 1.2 > own["ratio"]
+
+
 CHECKS: dict[str, tuple[Callable[[Tables], None], dict[str, Any]]] = {
     "cpu": (_cpu, {}),
     "plans": (_plans, {}),
     "loads": (_loads, {}),
     "incremental": (_incremental, {}),
     "overlap": (_overlap, {}),
+    "torch_checkpointing": (_torch_checkpointing, {}),
     "reshard": (_reshard, {}),
     "scale": (_scale, {"parts": ("tensors", "size", "ranks", "planning", "memory")}),
     "tensors": (_tensors, {"nbytes": 3 << 20}),

@@ -129,6 +129,16 @@ def test_what_was_committed_is_never_overwritten(place: tuple[str, dict[str, Any
     assert_same(get(storage_of(place), "step-1/model_0.pt"), expected)
 
 
+def test_a_load_sees_what_was_committed_since(place: tuple[str, dict[str, Any]]) -> None:
+    storage, reader = storage_of(place), storage_of(place)
+    for seed in (0, 5):
+        expected = commit(storage, seed=seed)
+        assert reader.exists(Path("step-1"))  # as each load asks first
+        assert_same(get(reader, "step-1/model_0.pt"), expected)
+        storage.rmdir(Path("step-1"))
+    assert not reader.exists(Path("step-1"))
+
+
 def test_what_a_killed_save_left_is_no_part_of_the_next(place: tuple[str, dict[str, Any]]) -> None:
     killed = storage_of(place)
     for rank in range(4):  # of four ranks, the next save has two
