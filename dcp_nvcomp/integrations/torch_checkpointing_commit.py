@@ -6,13 +6,14 @@ import errno
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, unquote
 
 from dcp_nvcomp.calls.json_text import parse_json
 from dcp_nvcomp.errors import (
+    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     ConcurrentSaveError,
@@ -122,4 +123,6 @@ def write_commit(open_directory: Open, directory: str, data: str) -> list[str]:
             filesystem.publish(COMMIT_NAME, text.encode(), overwrite=False)
         except ConcurrentSaveError as error:
             raise committed from error
+        with suppress(CheckpointError):
+            filesystem.remove(name for name in names if is_temporary(name))
     return [folder for folder in folders if is_data(folder) and folder != data]
