@@ -114,7 +114,7 @@ class NvcompStorage(Storage):
         self._save_options = NvcompWriter(config.path, **config.options, **config.storage_options).options
         self._load_options = NvcompReader(config.path, **config.storage_options).load_options
         self._commits: dict[str, Commit] = {}
-        self._made = set[str]()  # directories that this process has begun to fill
+        self._made = set[str]()  # directories of saves that this process has begun
 
     @property
     def mmap_fill_workers(self) -> int:
@@ -142,11 +142,24 @@ class NvcompStorage(Storage):
     def _staged(self, path: Path, *, is_directory: bool = False) -> tuple[str, str] | None:
         """Return the directory that `tmp_<id>` is renamed to and the path below it; None for any other path."""
         parts, prefix = self._relative(path).split("/"), self._config.temp_dir_prefix
-        for at in range(len(parts) - (0 if is_directory else 1)):
+        for at in reversed(range(len(parts) - (0 if is_directory else 1))):
             if parts[at].startswith(prefix) and parts[at] != prefix:
                 final = "/".join([self._root, *parts[:at], parts[at][len(prefix) :]])
                 return final, "/".join(parts[at + 1 :])
         return None
+
+    def _is_committed(self, final: str) -> bool:
+        with self._open(final) as filesystem:
+            return filesystem.file_nbytes(COMMIT_NAME) is not None
+
+    def _refuse_committed(self, path: Path, *, is_directory: bool = False) -> None:
+        """Raise CheckpointExistsError for what would change a committed checkpoint."""
+        staged = self._staged(path, is_directory=is_directory)
+        if self._is_committed(staged[0]) if staged is not None else self._find_commit(path) is not None:
+            raise CheckpointExistsError(
+                "A checkpoint was committed here, which nothing changes: remove it, or take another id.",
+                path=self._url(path),
+            )
 
     @property
     def _data_name(self) -> str:
@@ -156,7 +169,7 @@ class NvcompStorage(Storage):
         return f"{final}/{self._data_name}"
 
     def _place(self, path: Path) -> tuple[str, str]:
-        """Return the directory and the name of the file that a path is written to."""
+        """Return the directory and the name of a file that was not committed."""
         staged = self._staged(path)
         if staged is not None:
             return self._data(staged[0]), quote(staged[1], safe="")
@@ -198,6 +211,7 @@ class NvcompStorage(Storage):
 
     def get_write_stream(self, path: Path, data: object) -> Any:
         """Return the stream that torch.save writes `data` to."""
+        self._refuse_committed(path)
         directory, name = self._place(path)
         return StreamWriter(f"{directory}/{name}", data, **self._config.options, **self._config.storage_options)
 
@@ -210,46 +224,48 @@ class NvcompStorage(Storage):
 
     def delete(self, path: Path) -> None:
         """Remove a file that was not committed."""
-        if self._find_commit(path) is not None:
-            raise StorageError("A file of a committed checkpoint can't be removed: rmdir removes all.", path=str(path))
+        self._refuse_committed(path)
         directory, name = self._place(path)
         with self._open(directory) as filesystem:
             _nbytes(filesystem, name)
             filesystem.remove([name])
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:
-        """Make a directory, with its parents.
+        """Make a directory, with its parents; one of `tmp_<id>` once in a job, as ranks may be in another save of it.
 
         Raises:
-            CheckpointExistsError: a checkpoint was committed there, whose files are never overwritten.
+            CheckpointExistsError: a checkpoint was committed there, or this process has begun to save it before.
         """
-        staged = self._staged(path, is_directory=True)
-        directory = self._url(path)
+        self._refuse_committed(path, is_directory=True)
+        staged, directory = self._staged(path, is_directory=True), self._url(path)
         if staged is not None:
-            final, _ = staged
-            with self._open(final) as filesystem:
-                if filesystem.file_nbytes(COMMIT_NAME) is not None:
-                    raise CheckpointExistsError(
-                        "A checkpoint was committed here: remove it, or take another id.", path=final
-                    )
-            directory = self._data(final)
-            self._made.add(final)
+            if directory in self._made:
+                raise CheckpointExistsError(
+                    "This job has begun to save here before: take another id, or make a new NvcompStorageConfig.",
+                    path=directory,
+                )
+            self._made.add(directory)
+            directory = self._data(staged[0])
         with self._open(directory) as filesystem:
             filesystem.create_directory()
 
     def rmdir(self, path: Path) -> None:
         """Remove a directory and all that is in it; a checkpoint stops being one first."""
-        staged = self._staged(path, is_directory=True)
-        directory = self._data(staged[0]) if staged is not None else self._url(path)
+        staged, directory = self._staged(path, is_directory=True), self._url(path)
+        if staged is not None:
+            self._refuse_committed(path, is_directory=True)
+            directory = self._data(staged[0])
         self._commits.pop(directory, None)
         with self._open(directory) as filesystem:
             filesystem.remove([COMMIT_NAME])
-            below = filesystem.list_below()
-            filesystem.remove(file.name for file in below.files)
-            folders = {folder.as_posix() for file in below.files for folder in Path(file.name).parents}
-            for folder in sorted(folders | set(filesystem.list_folders()), reverse=True):
-                with self._open(f"{directory}/{folder}") as empty:
-                    empty.remove_directory()
+            filesystem.remove(file.name for file in filesystem.list_below().files)
+        self._remove_folders(directory)
+
+    def _remove_folders(self, directory: str) -> None:
+        with self._open(directory) as filesystem:
+            filesystem.refuse_link()
+            for folder in filesystem.list_folders():
+                self._remove_folders(f"{directory}/{folder}")
             filesystem.remove_directory()
 
     def rename(
@@ -279,27 +295,40 @@ class NvcompStorage(Storage):
             self._move_file(src_path, dst_path)
 
     def _move_file(self, src_path: Path, dst_path: Path) -> None:
+        self._refuse_committed(src_path)
+        self._refuse_committed(dst_path)
         if self.isdir(dst_path):
             raise StorageError("A directory is in the way of a file.", path=str(dst_path), errno=errno.EISDIR)
         (source, name), (target, new_name) = self._place(src_path), self._place(dst_path)
         with self._open(source) as filesystem, self._open(target) as there:
             nbytes = _nbytes(filesystem, name)
+            if (source, name) == (target, new_name):
+                return
             with there.open_replacement(new_name) as output:
                 for start in range(0, nbytes, filesystem.read_nbytes):
                     output.write(filesystem.read(name, start, min(start + filesystem.read_nbytes, nbytes)))
             filesystem.remove([name])
 
+    def _names(self, path: Path, *, is_directory: bool) -> tuple[str, list[str]] | None:
+        """Return the path of something in a checkpoint, and those of the checkpoint's files; None elsewhere."""
+        staged = self._staged(path, is_directory=is_directory)
+        if staged is not None:
+            if self._is_committed(staged[0]):  # what was there is elsewhere now
+                return staged[1], []
+            with self._open(self._data(staged[0])) as filesystem:
+                return staged[1], [unquote(name) for name in filesystem.list_names() if not is_temporary(name)]
+        found = self._find_commit(path)
+        return None if found is None else (found[1], list(found[0].files))
+
     def ls(self, path: Path) -> list[str]:
         """Return the names of what is in a directory."""
-        found = self._find_commit(path)
+        found = self._names(path, is_directory=True)
         if found is not None:
-            commit, inner = found
-            below = f"{inner}/" if inner else ""
-            return sorted({name[len(below) :].split("/")[0] for name in commit.files if name.startswith(below)})
-        staged = self._staged(path, is_directory=True)
-        with self._open(self._data(staged[0]) if staged is not None else self._url(path)) as filesystem:
-            names = [name for name in filesystem.list_names() if not is_temporary(name)]
-            return sorted(map(unquote, names) if staged is not None else {*names, *filesystem.list_folders()})
+            below = f"{found[0]}/" if found[0] else ""
+            return sorted({name[len(below) :].split("/")[0] for name in found[1] if name.startswith(below)})
+        with self._open(self._url(path)) as filesystem:
+            names = [*filesystem.list_names(), *filesystem.list_folders()]
+            return sorted({name for name in names if not is_temporary(name) and not is_data(name)})
 
     def exists(self, path: Path) -> bool:
         """Return True if there is such a file, or a directory with something in it. A load begins with this."""
@@ -307,22 +336,19 @@ class NvcompStorage(Storage):
         return self.isdir(path) or self._is_file(path)
 
     def _is_file(self, path: Path) -> bool:
-        found = self._find_commit(path)
+        found = self._names(path, is_directory=False)
         if found is not None:
-            return found[1] in found[0].files
+            return found[0] in found[1]
         directory, name = self._place(path)
         with self._open(directory) as filesystem:
             return filesystem.file_nbytes(name) is not None
 
     def isdir(self, path: Path) -> bool:
-        """Return True if there is such a directory with something in it; one that was never committed is not there."""
-        staged = self._staged(path, is_directory=True)
-        if staged is not None:  # the library commits only what is there, in silence
-            return staged[0] in self._made or bool(self.ls(path))
-        found = self._find_commit(path)
-        if found is not None:
-            return not found[1] or any(name.startswith(f"{found[1]}/") for name in found[0].files)
-        return any(not is_data(name) for name in self.ls(path))
+        """Return True if there is such a directory with something in it; what was never committed is not there."""
+        if self._url(path) in self._made:  # the library does not commit, in silence, what is not there
+            staged = self._staged(path, is_directory=True)
+            return staged is not None and not self._is_committed(staged[0])
+        return bool(self.ls(path))
 
     def getsize(self, path: Path) -> int:
         """Return the size of a file, decoded."""

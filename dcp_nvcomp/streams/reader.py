@@ -149,7 +149,7 @@ class StreamReader(RangeReader):
             low, high = offset // width, -(-(offset + len(target)) // width)
             memory = target
             if offset % width or len(target) % width or target.data_ptr() % width:
-                memory = torch.empty((high - low) * width, dtype=torch.uint8)
+                memory = torch.empty((high - low) * width, dtype=torch.uint8, device="cpu")
                 edges.append((target, memory[offset - low * width :]))
             self._want(items, parts, self._records[piece.number], low, high, memory)
         if items:

@@ -6,14 +6,16 @@ pipeline as for any other data file, while torch.save says what else is in the s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
-from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -23,12 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_nvcomp.engines.tensors import element_type, is_transparent
+from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.names import STREAM_KEY
 from dcp_nvcomp.saving.lone_file import write_file
 from dcp_nvcomp.streams.pieces import LENGTH_NBYTES, LITERALS, Piece
 
 # Fewer bytes are literals: they are read with the list of pieces.
 _SMALL_NBYTES = 64 << 10
+_CHECK_SECONDS = 1.0
 
 
 class _Memory(NamedTuple):
@@ -66,17 +70,20 @@ class StreamWriter:
             tensors[key] = memory.tensor
         self._records = list(tensors)
         self._pieces, self._literals, self._nbytes = list[Piece](), bytearray(), 0
+        self._is_closed = False
+        self._written: Future[DataFileRef] = Future()
         # the file is written beside torch.save, which computes CRCs of its own
-        pool = ThreadPoolExecutor(1, "dcp-stream")
-        last = partial(_taken, self._last)
-        self._written = pool.submit(write_file, path, tensors, STREAM_KEY, last, **writer_options)
-        pool.shutdown(wait=False)
+        save = partial(write_file, path, tensors, STREAM_KEY, partial(_taken, self._last), **writer_options)
+        self._thread = threading.Thread(target=_run, args=(save, self._written), name="dcp-stream")
+        self._thread.start()
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         """Append bytes; those of `data` are read where they are."""
+        if self._is_closed:
+            raise ValueError("The stream is closed.")
         view = memoryview(data).cast("B")
         begin = at = _address_of(view)
         end = begin + len(view)
@@ -110,16 +117,28 @@ class StreamWriter:
         Raises:
             StorageError: it can't be.
         """
-        if not self._written.done():
+        if not self._is_closed:
             described = {"nbytes": self._nbytes, "records": self._records, "pieces": self._pieces}
             text = json.dumps(described).encode()
-            self._last.put(len(text).to_bytes(LENGTH_NBYTES, "little") + text + self._literals)
+            self._end(len(text).to_bytes(LENGTH_NBYTES, "little") + text + self._literals)
         self._written.result()
 
     def abort(self) -> None:
         """Leave no file, if the stream was not closed."""
-        self._last.put(None)
-        wait([self._written])
+        self._end(None)
+
+    def _end(self, last: bytes | None) -> None:
+        """Wait for the thread, through interrupts too: it reads the caller's memory."""
+        self._is_closed = True
+        self._last.put(last)
+        interrupt: BaseException | None = None
+        while self._thread.is_alive():
+            try:
+                self._thread.join()
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def __enter__(self) -> StreamWriter:
         return self
@@ -136,32 +155,46 @@ class StreamWriter:
         self._last.put(None)
 
 
+def _run(save: Callable[[], DataFileRef], written: Future[DataFileRef]) -> None:
+    try:
+        written.set_result(save())
+    except BaseException as error:
+        written.set_exception(error)
+
+
 def _taken(last: SimpleQueue[bytes | None]) -> bytes:
-    found = last.get()
-    if found is None:
-        raise CancelledError("The stream was not closed.")
-    return found
+    while threading.main_thread().is_alive():  # or a stream that nobody closes would keep the interpreter from its end
+        with contextlib.suppress(Empty):
+            found = last.get(timeout=_CHECK_SECONDS)
+            if found is not None:
+                return found
+            break
+    raise CancelledError("The stream was not closed.")
 
 
-def _memories(data: Any, key: str = "") -> Iterator[_Memory]:
-    """Yield what tensors are in, with a key for it."""
-    if isinstance(data, torch.Tensor):
-        if isinstance(data, DTensor):
-            yield from _memories(data.to_local(), key)
-        elif is_traceable_wrapper_subclass(data):
-            for name in data.__tensor_flatten__()[0]:
-                yield from _memories(getattr(data, name), f"{key}.{name}")
-        elif data.layout == torch.strided and data.device.type == "cpu":
-            if data.untyped_storage().nbytes() < _SMALL_NBYTES:
-                return
-            memory = _whole_memory(data.detach())
-            yield _Memory(memory.data_ptr(), memory, key or "tensor")
-    elif isinstance(data, Mapping):
-        for name, value in data.items():
-            yield from _memories(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(data, list | tuple):
-        for number, value in enumerate(data):
-            yield from _memories(value, f"{key}.{number}" if key else str(number))
+def _memories(data: Any) -> Iterator[_Memory]:
+    """Yield what the tensors in containers are in, with a key for each."""
+    stack: list[tuple[Any, str]] = [(data, "")]
+    seen = set[int]()  # containers may contain themselves
+    while stack:
+        value, key = stack.pop()
+        inner: Iterable[tuple[object, Any]] = ()
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, DTensor):
+                stack.append((value.to_local(), key))
+            elif is_traceable_wrapper_subclass(value):
+                inner = [(name, getattr(value, name)) for name in value.__tensor_flatten__()[0]]
+            elif _is_in_host_memory(value) and value.untyped_storage().nbytes() >= _SMALL_NBYTES:
+                memory = _whole_memory(value.detach())
+                yield _Memory(memory.data_ptr(), memory, key or "tensor")
+        elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            inner = value.items() if isinstance(value, Mapping) else enumerate(value)
+        stack += [(one, f"{key}.{name}" if key else str(name)) for name, one in inner]
+
+
+def _is_in_host_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
 
 
 def _whole_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -170,7 +203,7 @@ def _whole_memory(tensor: torch.Tensor) -> torch.Tensor:
     if is_whole and is_transparent(tensor) and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     is_known = element_type(tensor.dtype) is not None and storage.nbytes() % tensor.dtype.itemsize == 0
-    return torch.empty(0, dtype=tensor.dtype if is_known else torch.uint8).set_(storage)
+    return torch.empty(0, dtype=tensor.dtype if is_known else torch.uint8, device="cpu").set_(storage)
 
 
 def _address_of(view: memoryview) -> int:

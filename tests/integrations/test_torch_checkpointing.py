@@ -1,19 +1,13 @@
-"""torch_checkpointing: its manager through our storage, and the storage's promises one by one."""
+"""torch_checkpointing's storage: its promises one by one, on several kinds of storage."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
-import multiprocessing
-import os
-import pickle
-import shutil
-import signal
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +19,13 @@ from dcp_nvcomp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     ConfigurationError,
-    CorruptDataError,
     FormatError,
 )
 from tests.checkpoints import flip
 from tests.conftest import S3Store
-from tests.effort import sampled
-from tests.faults.intercept import WRITING, Counted, Fault, FaultyCalls, intercept_system_calls
-from tests.integrations.launch import check_resumed, needs, start
-from tests.states import assert_same, blank
-
-SAVED, LAST = 3, 5
+from tests.integrations.launch import needs
+from tests.integrations.torch_checkpointing_storage import commit, get, put, state, storage_of
+from tests.states import assert_same
 
 
 @pytest.fixture(autouse=True)
@@ -62,45 +52,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str
     return f"{store[0]}/checkpoints", store[1]
 
 
-def storage_of(place: tuple[str, dict[str, Any]], **options: Any) -> Any:
-    """Return a storage as another job would make it."""
-    from dcp_nvcomp.integrations.torch_checkpointing import NvcompStorageConfig
-
-    config = NvcompStorageConfig(place[0], storage_options=place[1], **options)
-    return pickle.loads(pickle.dumps(config)).create_storage()
-
-
-def state(seed: int = 0) -> dict[str, Any]:
-    """Return a small state with a tensor that is compressed."""
-    generator = torch.Generator().manual_seed(seed)
-    return {"w": torch.randn(300, 200, generator=generator), "b": torch.randn(3, generator=generator), "step": seed}
-
-
-def put(storage: Any, path: str, value: Any) -> None:
-    """Write a file as torch_checkpointing's writer does."""
-    storage.mkdir(Path(path).parent)
-    with storage.get_write_stream(Path(path), value) as stream:
-        torch.save(value, stream)
-
-
-def get(storage: Any, path: str) -> Any:
-    """Read a file as its reader does."""
-    from torch_checkpointing.storage.torch_serialization import load_torch_serialized_from_storage
-
-    return load_torch_serialized_from_storage(Path(path), storage)
-
-
-def commit(storage: Any, name: str = "step-1", seed: int = 0) -> dict[str, Any]:
-    """Write a checkpoint of two ranks and commit it."""
-    for rank in range(2):
-        put(storage, f"tmp_{name}/model_{rank}.pt", state(seed + rank))
-    storage.write(Path(f"tmp_{name}/parts/config.json"), b'{"a": 1}')
-    assert storage.exists(Path(f"tmp_{name}"))
-    assert not storage.exists(Path(name))
-    storage.rename(Path(f"tmp_{name}"), Path(name), is_directory=True)
-    return state(seed)
-
-
 def test_a_checkpoint_is_there_once_it_is_committed(place: tuple[str, dict[str, Any]]) -> None:
     expected = commit(storage_of(place))
     reader = storage_of(place)
@@ -117,8 +68,6 @@ def test_a_checkpoint_is_there_once_it_is_committed(place: tuple[str, dict[str, 
     assert reader.getsize(Path("step-1/model_0.pt")) == len(data.getvalue())
     with pytest.raises(FileNotFoundError):
         reader.stream_read(Path("step-1/model_2.pt"))
-    with pytest.raises(OSError, match="can't be removed"):
-        reader.delete(Path("step-1/model_0.pt"))
     reader.rmdir(Path("step-1"))
     assert not reader.exists(Path("step-1")) and not storage_of(place).exists(Path("step-1"))
 
@@ -136,9 +85,73 @@ def test_what_was_committed_is_never_overwritten(place: tuple[str, dict[str, Any
     assert_same(get(storage_of(place), "step-1/model_0.pt"), expected)
 
 
+def test_nothing_changes_what_was_committed(place: tuple[str, dict[str, Any]]) -> None:
+    """Neither by its name nor by the one that it was written under."""
+    storage = storage_of(place)
+    expected = commit(storage)
+    storage.write(Path("other"), b"x")
+    for path in (Path("step-1"), Path("tmp_step-1")):
+        changes: list[Callable[[], Any]] = [
+            partial(storage.write, path / "model_0.pt", b"x"),
+            partial(storage.write, path / "more.json", b"x"),
+            partial(storage.stream_write, path / "model_0.pt"),
+            partial(storage.delete, path / "model_0.pt"),
+            partial(storage.rename, path / "model_0.pt", Path("elsewhere")),
+            partial(storage.rename, Path("other"), path / "model_0.pt"),
+            partial(storage.mkdir, path / "more"),
+        ]
+        for change in changes:
+            with pytest.raises(FileExistsError):
+                change()
+    with pytest.raises(FileExistsError):
+        storage.rmdir(Path("tmp_step-1"))
+    assert not storage.exists(Path("tmp_step-1")) and storage.ls(Path("tmp_step-1")) == []
+    assert not storage.exists(Path("tmp_step-1/model_0.pt"))
+    assert storage.ls(Path("step-1")) == ["model_0.pt", "model_1.pt", "parts"]
+    assert_same(get(storage, "step-1/model_0.pt"), expected)
+
+
+def test_an_id_is_saved_once_in_a_job(tmp_path: Path) -> None:
+    """A rank whose save has ended may be in the next one before rank 0 commits the first."""
+    first, other = storage_of((str(tmp_path), {})), storage_of((str(tmp_path), {}))
+    for storage in (first, other):
+        put(storage, "tmp_step-1/model_0.pt", state())
+        with pytest.raises(FileExistsError, match="begun to save here before"):
+            storage.mkdir(Path("tmp_step-1"))
+
+
+def test_what_is_in_a_directory_that_is_written(place: tuple[str, dict[str, Any]]) -> None:
+    storage = storage_of(place)
+    storage.mkdir(Path("tmp_a"))
+    assert storage.exists(Path("tmp_a")) and storage.ls(Path("tmp_a")) == []
+    storage.write(Path("tmp_a/parts/config.json"), b"{}")
+    storage.write(Path("tmp_a/new"), b"x")
+    assert storage.ls(Path("tmp_a")) == ["new", "parts"] and storage.ls(Path("tmp_a/parts")) == ["config.json"]
+    assert storage.isdir(Path("tmp_a/parts")) and not storage.isdir(Path("tmp_a/new"))
+    assert storage.exists(Path("tmp_a/new")) and not storage.exists(Path("tmp_a/old"))
+    storage.rename(Path("tmp_a/new"), Path("tmp_a/old"))
+    storage.rename(Path("tmp_a/old"), Path("tmp_a/old"))
+    assert storage.read(Path("tmp_a/old")) == b"x" and not storage.exists(Path("tmp_a/new"))
+    assert storage.glob(f"{place[0]}/tmp_a/o*") == [f"{place[0]}/tmp_a/old"]
+    storage.delete(Path("tmp_a/old"))
+    storage.rmdir(Path("tmp_a"))
+    assert storage.ls(Path("tmp_a")) == []
+
+
+def test_ids_in_directories_of_any_name(place: tuple[str, dict[str, Any]]) -> None:
+    storage = storage_of(place)
+    put(storage, "tmp_runs/tmp_step-1/model_0.pt", state())
+    storage.rename(Path("tmp_runs/tmp_step-1"), Path("tmp_runs/step-1"), is_directory=True)
+    assert_same(get(storage, "tmp_runs/step-1/model_0.pt"), state())
+    storage.mkdir(Path("x/y/z"))
+    storage.rmdir(Path("x"))
+    assert not storage.exists(Path("x"))
+
+
 def test_a_load_sees_what_was_committed_since(place: tuple[str, dict[str, Any]]) -> None:
-    storage, reader = storage_of(place), storage_of(place)
+    reader = storage_of(place)
     for seed in (0, 5):
+        storage = storage_of(place)
         expected = commit(storage, seed=seed)
         assert reader.exists(Path("step-1"))  # as each load asks first
         assert_same(get(reader, "step-1/model_0.pt"), expected)
@@ -339,149 +352,3 @@ def test_the_config_is_made_by_all_ranks_together(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigurationError, match="codec"):
         storage_of((str(tmp_path), {}), codec="zip")
-
-
-@pytest.fixture
-def manager(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Make managers of one rank, and close them."""
-    from torch_checkpointing import CheckpointManager
-    from torch_checkpointing.config import AsyncCheckpointSaverConfig, CheckpointLoaderConfig
-    from torch_checkpointing.staging import CheckpointStagerConfig
-
-    from dcp_nvcomp.integrations.torch_checkpointing import NvcompStorageConfig
-
-    made: list[Any] = []
-
-    def make(**options: Any) -> Any:
-        staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
-        config = CheckpointManager.Config(
-            storage_config=NvcompStorageConfig(tmp_path),
-            save=AsyncCheckpointSaverConfig(staging_config=staging),
-            load=CheckpointLoaderConfig(**options),
-        )
-        made.append(CheckpointManager(config))
-        return made[-1]
-
-    yield make
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: one.close(), made))
-
-
-@pytest.mark.ci
-def test_the_manager(tmp_path: Path, manager: Callable[..., Any]) -> None:
-    mine = manager()
-    for number in (1, 2):
-        mine.save(f"step-{number}", {"model": state(number), "step": number}).result()
-    for number in (1, 2):
-        into = blank({"model": state(number), "step": number})
-        assert_same(dict(mine.load(f"step-{number}", into=into)), {"model": state(number), "step": number})
-    (file,) = (tmp_path / "step-1").glob(".data-*/model_0.pt")
-    flip(file, file.stat().st_size // 3)
-    with pytest.raises(CorruptDataError):
-        mine.load("step-1", into=blank({"model": state(1)}))
-    with pytest.raises(FileNotFoundError):
-        mine.load("step-3", into=blank({"model": state(1)}))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_killed_and_resumed(tmp_path: Path, ranks: int) -> None:
-    start("torch_checkpointing", tmp_path, "train", killed=True, ranks=ranks)
-    assert sorted(path.name for path in (tmp_path / "run").glob("*/.commit.json")) == [".commit.json"]
-    start("torch_checkpointing", tmp_path, "resume", ranks=ranks)
-    check_resumed(tmp_path, SAVED, LAST)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)],
-)
-def test_other_ranks_and_placements(tmp_path: Path, saved: int, loaded: int) -> None:
-    """From rows to columns, too."""
-    start("torch_checkpointing", tmp_path, "save", ranks=saved)
-    output = start("torch_checkpointing", tmp_path, "reshard", ranks=loaded)
-    assert output.count("resharded exactly") == 2 * loaded
-
-
-class Killing(Counted):
-    """A hook under which the process kills itself at one call."""
-
-    def __init__(self, fatal: int) -> None:
-        super().__init__()
-        self._fatal = fatal
-
-    def carry_out(self, at: int, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if at == self._fatal:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return call(*args, **options)
-
-
-def commit_until_killed(path: str, at: int) -> None:
-    """Do what a rank that writes does, up to a call."""
-    intercept_system_calls(setattr, Killing(at))
-    commit(storage_of((path, {})), seed=1)
-
-
-def check_after_failure(path: Path, where: str) -> bool:
-    """Check that what was committed before is there, and the new checkpoint wholly or not at all."""
-    reader = storage_of((str(path), {}))
-    assert_same(get(reader, "old/model_0.pt"), state(7))
-    is_there: bool = reader.exists(Path("step-1"))
-    if is_there:
-        for rank in range(2):
-            assert_same(get(reader, f"step-1/model_{rank}.pt"), state(1 + rank))
-    else:  # and a save goes on from there
-        commit(storage_of((str(path), {})), seed=3)
-        assert_same(get(storage_of((str(path), {})), "step-1/model_0.pt"), state(3))
-        assert len(list((path / "step-1").iterdir())) == 2, where
-    return is_there
-
-
-def calls_of_a_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the calls that writing and committing a checkpoint makes."""
-    calls = Counted()
-    with monkeypatch.context() as patch:
-        intercept_system_calls(patch.setattr, calls)
-        commit(storage_of((str(path), {})), seed=1)
-    return calls.names
-
-
-@pytest.mark.ci
-def test_killed_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = calls_of_a_commit(tmp_path / "count", monkeypatch)
-    commit(storage_of((str(tmp_path / "old"), {})), "old", seed=7)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.checkpoint", __name__])
-    found = []
-    for at in sampled(range(len(names)), 4):
-        path = tmp_path / str(at)
-        shutil.copytree(tmp_path / "old", path)
-        child = context.Process(target=commit_until_killed, args=(str(path), at))
-        child.start()
-        child.join(60)
-        assert child.exitcode == -signal.SIGKILL, f"call {at}, {names[at]}"
-        found.append(check_after_failure(path, f"killed at call {at}, {names[at]}"))
-        shutil.rmtree(path)
-    assert found == sorted(found) and set(found) == {False, True}, "from the commit on it is there"
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC from then on"])
-def test_each_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    names = calls_of_a_commit(tmp_path / "count", monkeypatch)
-    commit(storage_of((str(tmp_path / "old"), {})), "old", seed=7)
-    lasting = WRITING if number == errno.ENOSPC else frozenset()
-    for at in sampled(range(len(names)), 3):
-        path = tmp_path / str(at)
-        shutil.copytree(tmp_path / "old", path)
-        failed = False
-        with monkeypatch.context() as patch:
-            intercept_system_calls(patch.setattr, FaultyCalls(Fault(at, number, lasting=lasting)))
-            try:
-                commit(storage_of((str(path), {})), seed=1)
-            except (CheckpointError, AssertionError):  # or a storage that does not see what it should
-                failed = True
-        is_there = check_after_failure(path, f"call {at}, {names[at]}")
-        assert failed or is_there, f"call {at}, {names[at]}: a save that did not work succeeded"
-        shutil.rmtree(path)

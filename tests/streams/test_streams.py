@@ -7,6 +7,10 @@ import io
 import json
 import mmap
 import random
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from dcp_nvcomp.errors import CheckpointError, CorruptDataError, FormatError, Un
 from dcp_nvcomp.format.data_file import find_data_file, read_footer
 from dcp_nvcomp.format.names import STREAM_KEY
 from dcp_nvcomp.saving.lone_file import write_file
+from dcp_nvcomp.streams import writer
 from dcp_nvcomp.streams.pieces import LENGTH_NBYTES, boxes_of_run
 from dcp_nvcomp.streams.reader import StreamReader
 from dcp_nvcomp.streams.writer import StreamWriter
@@ -173,6 +178,48 @@ def test_an_error_leaves_no_file(tmp_path: Path) -> None:
         compress(tmp_path / "a.pt", {"w": torch.ones(70_000), "f": lambda: None})
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     assert_same(load_compressed_checkpoint(tmp_path / "a.pt"), {"w": torch.ones(3)})
+
+
+def test_an_interrupt_waits_for_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads memory that the caller is about to free."""
+    going, went = threading.Event(), list[str]()
+
+    def slowly(path: Any, tensors: Any, key: str, last: Any, **options: Any) -> Any:
+        last()
+        going.wait(60)
+        went.append("read")
+
+    monkeypatch.setattr(writer, "write_file", slowly)
+    stream = StreamWriter(tmp_path / "a")
+    stream.write(b"x")
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(0.6, going.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    assert went == ["read"]
+    with pytest.raises(ValueError, match="closed"):
+        stream.write(b"x")
+
+
+@pytest.mark.parametrize("end", ["", "raise ValueError('the end')"])
+def test_a_stream_that_is_left_open_does_not_keep_the_interpreter(tmp_path: Path, end: str) -> None:
+    program = (
+        f"import torch; from dcp_nvcomp.streams.writer import StreamWriter\nf = StreamWriter({str(tmp_path / 'a')!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", f"{program}; f.write(b'x')\n{end}"], capture_output=True, timeout=60)
+    assert done.returncode == (1 if end else 0), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_states_in_which_no_memory_is_found(tmp_path: Path) -> None:
+    """What torch.save can save."""
+    nested = torch.nested.nested_tensor([torch.randn(200, 300), torch.randn(100, 300)])
+    deep: list[Any] = [torch.randn(40_000)]
+    deep.append(deep)
+    for value in ({"nested": nested}, deep):
+        with torch.device("meta"), open_stream(compress(tmp_path / "a.pt", value)) as stream:
+            assert stream.readall() == saved(value)
 
 
 def test_every_flip_is_found(tmp_path: Path) -> None:
