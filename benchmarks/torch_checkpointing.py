@@ -59,10 +59,11 @@ if is_installed():
 
 
 class _Manager:
-    """A manager with one of the storages, and where its checkpoints are."""
+    """A manager with one of the storages, and its last checkpoint; the library's own storage takes whole paths."""
 
     def __init__(self, storage: str, place: Path, rate: float | None) -> None:
         config: Any
+        place.mkdir()
         if storage == _OWN:
             local = LocalFileSystemStorageConfig(use_direct_io=False)
             config = local if rate is None else _OwnConfig(use_direct_io=False, rate=rate)
@@ -73,13 +74,22 @@ class _Manager:
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
         save = AsyncCheckpointSaverConfig(staging_config=staging)
         self.manager = CheckpointManager.Config(save=save, storage_config=config).build()
-        self.place, self.id = place / "step", os.fspath(place / "step") if rate is None or storage == _OWN else "step"
+        self._root, self._is_relative, self._saves = place, rate is not None and storage == _OURS, 0
+
+    @property
+    def _name(self) -> str:
+        return f"step-{self._saves}"
+
+    @property
+    def _id(self) -> str:
+        return self._name if self._is_relative else os.fspath(self._root / self._name)
 
     def save(self, state: State) -> tuple[float, float]:
         """Return the seconds of the stall, and until it is durable."""
-        shutil.rmtree(self.place, ignore_errors=True)
+        shutil.rmtree(self._root / self._name, ignore_errors=True)
+        self._saves += 1
         start = time.perf_counter()
-        future = self.manager.save(self.id, {"state": state})
+        future = self.manager.save(self._id, {"state": state})
         stall = time.perf_counter() - start
         assert future is not None
         future.result()
@@ -88,13 +98,13 @@ class _Manager:
     def load(self, state: State) -> float:
         into = {key: torch.empty_like(tensor) for key, tensor in state.items()}
         start = time.perf_counter()
-        loaded = self.manager.load(self.id, into={"state": into})
+        loaded = self.manager.load(self._id, into={"state": into})
         spent = time.perf_counter() - start
         assert_same(dict(loaded["state"]), state, "load")
         return spent
 
     def nbytes(self) -> int:
-        return sum(file.stat().st_size for file in self.place.rglob("*") if file.is_file())
+        return sum(file.stat().st_size for file in (self._root / self._name).rglob("*") if file.is_file())
 
 
 def run(settings: Settings) -> Report:
@@ -134,7 +144,6 @@ def _measured(
     ratios = {}
     for repeat in range(-1, repeats):  # in turn; the first is a warm-up
         for storage, manager in managers.items():
-            manager.place.parent.mkdir(exist_ok=True)
             spent = (*manager.save(state), manager.load(state))
             ratios[storage] = nbytes_of(state) / manager.nbytes()
             if repeat >= 0:
