@@ -84,6 +84,15 @@ def test_train_async(tmp_path: Path, steps: int, saves: int) -> None:
 
 
 @pytest.mark.tools
+def test_train_torch_checkpointing(tmp_path: Path) -> None:
+    common = ["--checkpoints", tmp_path, "--width", "16", "--depth", "1", "--save-every", "2"]
+    for steps in ("4", "8"):
+        printed = run(*ranks(2), EXAMPLES / "train_torch_checkpointing.py", *common, "--steps", steps)
+        assert printed.count("saving in the background") == 2
+    assert "goes on after step 4" in printed and len(list(tmp_path.glob("step-*/.commit.json"))) == 4
+
+
+@pytest.mark.tools
 @pytest.mark.parametrize(
     "store", ["disk", *(pytest.param(f"{one}s3_store", marks=pytest.mark.s3) for one in ("", "real_"))]
 )

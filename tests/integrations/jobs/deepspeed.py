@@ -16,9 +16,9 @@ import deepspeed
 import torch
 from deepspeed.utils import logger
 
-from dcp_nvcomp import one_file
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.integrations.deepspeed import NvcompCheckpointEngine
+from dcp_nvcomp.saving import lone_file
 from tests.integrations.jobs.common import Job, batch, net
 
 SAVED, LAST = 3, 5
@@ -65,12 +65,12 @@ def main() -> None:
         return
     if "plain" in more:
         job.die()
-    with patch.object(one_file, "_replace", fails if job.rank else one_file._replace):
+    with patch.object(lone_file, "_replace", fails if job.rank else lone_file._replace):
         try:
             engine.save_checkpoint(run)
         except CheckpointError as error:
             job.note("failed", LAST, "no space" in str(error))
-    with patch.object(one_file, "_replace", dies if job.rank else one_file._replace):
+    with patch.object(lone_file, "_replace", dies if job.rank else lone_file._replace):
         engine.save_checkpoint(run)
 
 
