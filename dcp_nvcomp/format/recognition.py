@@ -16,6 +16,7 @@ from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
     METADATA_NAME,
     ONE_FILE_KEY,
+    STREAM_KEY,
     data_file_rank,
     rank_of_metadata_name,
     save_id_of_copy,
@@ -134,9 +135,10 @@ def _of_file(beside: Filesystem, name: str, nbytes: int) -> Found:
         return _part(beside, "the metadata")
     head = beside.read(name, 0, min(nbytes, _HEAD_NBYTES))
     if head.startswith(HEADER_MAGIC):
-        if data_file_rank(name) is not None or not _is_one_file(beside, name, nbytes):
+        what = None if data_file_rank(name) is not None else _what_stands_alone(beside, name, nbytes)
+        if what is None:
             return _part(beside, "a data file")
-        return Found("one file", "a file of save_compressed_checkpoint", "`load_compressed_checkpoint` reads it")
+        return Found("one file", what, "`load_compressed_checkpoint` reads it")
     if data_file_rank(name) is not None:
         return _part(beside, "a data file")
     if _is_torch_zip(head):
@@ -161,12 +163,18 @@ def _part(beside: Filesystem, what: str) -> Found:
     return Found("part of a checkpoint", f"{what} of a checkpoint", f"give the directory that it is in, {path!r}")
 
 
-def _is_one_file(beside: Filesystem, name: str, nbytes: int) -> bool:
+_STANDS_ALONE: Final = {
+    ONE_FILE_KEY: "a file of save_compressed_checkpoint",
+    STREAM_KEY: "a compressed stream, such as a file of torch.save",
+}
+
+
+def _what_stands_alone(beside: Filesystem, name: str, nbytes: int) -> str | None:
     try:
         records = read_footer(beside, find_data_file(beside, name, nbytes)).records
     except CheckpointError:  # damaged, which its own reader explains
-        return True
-    return any(record.fqn == ONE_FILE_KEY for record in records)
+        return _STANDS_ALONE[ONE_FILE_KEY]
+    return next((what for key, what in _STANDS_ALONE.items() if any(record.fqn == key for record in records)), None)
 
 
 def _is_torch_zip(head: bytes) -> bool:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import dcp_nvcomp as ckpt
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.cli.app import app
+from dcp_nvcomp.streams.writer import StreamWriter
 from tests.checkpoints import data_file
 from tests.conftest import S3Store
 
@@ -64,6 +65,10 @@ def made(kind: str, at: Path) -> Path:
     if kind == "one file":
         ckpt.save_compressed_checkpoint(STATE, at / "x.nvc")
         return at / "x.nvc"
+    if kind == "stream":
+        with StreamWriter(at / "x.pt", STATE) as stream:
+            torch.save(STATE, stream)  # type: ignore[arg-type]
+        return at / "x.pt"
     if kind == "zip":
         with zipfile.ZipFile(at / "x.zip", "w") as archive:
             archive.writestr("step/.metadata", "x")
@@ -98,6 +103,7 @@ OTHER_KINDS = [
     ("safetensors files", "a directory of safetensors files", f"{CONVERT} them"),
     ("torch files", "a directory of files of torch.save", f"{CONVERT} each, such as 'pytorch_model.bin'"),
     ("one file", "a file of save_compressed_checkpoint", "`load_compressed_checkpoint` reads it"),
+    ("stream", "a compressed stream, such as a file of torch.save", "`load_compressed_checkpoint` reads it"),
     ("data file", "a data file of a checkpoint", "give the directory that it is in, '"),
     ("metadata", "the metadata of a checkpoint", "give the directory that it is in, '"),
     ("run", "a directory with checkpoints below it", "give one of them, such as '"),
@@ -162,7 +168,7 @@ def test_convert_looks_at_what_a_file_is_and_not_at_its_name(tmp_path: Path) -> 
 
 @kinds
 def test_the_reader_of_single_files_says_it_too(tmp_path: Path, kind: str, what: str, advice: str) -> None:
-    if kind in ("one file", "link to a torch file"):
+    if kind in ("one file", "stream", "link to a torch file"):
         return
     path = made(kind, tmp_path)
     text = message_of(lambda: ckpt.load_compressed_checkpoint(path))
