@@ -84,6 +84,16 @@ def test_train_async(tmp_path: Path, steps: int, saves: int) -> None:
 
 
 @pytest.mark.tools
+def test_train_deepspeed(tmp_path: Path) -> None:
+    common = ["--checkpoints", tmp_path, "--width", "16", "--depth", "1", "--save-every", "2"]
+    for steps in ("4", "8"):
+        program = EXAMPLES / "train_deepspeed.py"
+        printed = run(*ranks(2), program, *common, "--steps", steps, DS_ACCELERATOR="cpu")
+        assert len(re.findall(r"step \d+  loss \S+  saved", printed)) == 2
+    assert "goes on after step 4" in printed
+
+
+@pytest.mark.tools
 def test_train_torch_checkpointing(tmp_path: Path) -> None:
     common = ["--checkpoints", tmp_path, "--width", "16", "--depth", "1", "--save-every", "2"]
     for steps in ("4", "8"):
