@@ -63,10 +63,10 @@ def notes(directory: Path, ranks: int = RANKS) -> dict[tuple[int, str, str, int]
     return found
 
 
-def check_resumed(directory: Path, saved: int, last: int) -> None:
+def check_resumed(directory: Path, saved: int, last: int, ranks: int = RANKS) -> None:
     """Check that the job went on as if it had not been killed."""
-    found = notes(directory)
-    for rank in range(RANKS):
+    found = notes(directory, ranks)
+    for rank in range(ranks):
         assert found[rank, "resume", "loaded", saved] == found[rank, "train", "saved", saved]
         assert found[rank, "resume", "trained", last] == found[rank, "train", "trained", last]
         assert found[rank, "train", "trained", last] != found[rank, "train", "saved", saved]

@@ -1,11 +1,12 @@
 """torch_checkpointing's manager through our storage: FSDP2, saved, killed and resumed; and resharded loads.
 
 train: the process that writes is killed in the last save, then all ranks are. save, reshard: a matrix by rows, loaded
-by rows and by columns on other ranks.
+by rows and by columns on other ranks. Options: the path and the options of a storage, as JSON; else a directory.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -38,9 +39,10 @@ def _gather(self: DefaultMetadataManager, data: Any, process_group: Any = None) 
 
 def _manager(job: Job, **items: ItemSpec) -> CheckpointManager:
     staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
+    path, options = map(json.loads, job.options) if job.options else (job.directory / "run", {})
     return CheckpointManager(
         CheckpointManager.Config(
-            storage_config=NvcompStorageConfig(job.directory / "run"),
+            storage_config=NvcompStorageConfig(path, storage_options=options),
             save=AsyncCheckpointSaverConfig(staging_config=staging),
             items=items,
         )
@@ -65,7 +67,7 @@ def _train(job: Job) -> None:
     job.note("trained", LAST, sharded.state())
     if not job.resumes:
         manager.save(f"step-{LAST}", sharded.state())
-        if job.rank == 1:
+        if job.rank == dist.get_world_size() - 1:
             _kill_writer()
         time.sleep(1)
         job.die()
