@@ -43,13 +43,8 @@ def test_a_server_is_killed(name: str, kind_named: KindNamed, monkeypatch: pytes
     commit(storage_of(place), "old", seed=7)
     for stage in STAGES:
         storage = storage_of(place, storage_deadline_seconds=2.0)
-
-        def at(here: str, stage: str = stage) -> None:
-            if here == stage:
-                server.kill()
-
         with pytest.raises(CheckpointError), monkeypatch.context() as patch:
-            _save(storage, at, patch)
+            _save(storage, killing(server.kill, stage), patch)
         server.start()
         reader = storage_of(place)
         assert_same(get(reader, "old/model_0.pt"), state(7))
@@ -57,6 +52,17 @@ def test_a_server_is_killed(name: str, kind_named: KindNamed, monkeypatch: pytes
     assert_same(commit(storage_of(place), seed=3), state(3))
     assert_same(get(storage_of(place), "step-1/model_0.pt"), state(3))
     server.remove(place[0])
+
+
+def killing(kill: Callable[[], None], stage: str) -> Callable[[str], None]:
+    """Return what a save calls at each stage, perhaps on several threads: at one of them it kills, once."""
+    kills = iter([kill])
+
+    def at(here: str) -> None:
+        for once in kills if here == stage else ():
+            once()
+
+    return at
 
 
 def _save(storage: Any, at: Callable[[str], None], patch: pytest.MonkeyPatch) -> None:
