@@ -13,7 +13,7 @@ import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -74,8 +74,7 @@ class StreamWriter:
         self._written: Future[DataFileRef] = Future()
         # the file is written beside torch.save, which computes CRCs of its own
         save = partial(write_file, path, tensors, STREAM_KEY, partial(_taken, self._last), **writer_options)
-        self._thread = threading.Thread(target=_run, args=(save, self._written), name="dcp-stream")
-        self._thread.start()
+        threading.Thread(target=_run, args=(save, self._written), name="dcp-stream").start()
 
     def writable(self) -> bool:
         return True
@@ -132,9 +131,9 @@ class StreamWriter:
         self._is_closed = True
         self._last.put(last)
         interrupt: BaseException | None = None
-        while self._thread.is_alive():
+        while not self._written.done():  # an interrupted join leaves a thread marked as ended (Python 3.11)
             try:
-                self._thread.join()
+                wait([self._written])
             except BaseException as error:
                 interrupt = error
         if interrupt is not None:

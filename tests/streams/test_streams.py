@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -192,8 +193,17 @@ def test_an_interrupt_waits_for_the_thread(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(writer, "write_file", slowly)
     stream = StreamWriter(tmp_path / "a")
     stream.write(b"x")
-    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
-    threading.Timer(0.6, going.set).start()
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        while not stream._is_closed:
+            time.sleep(0.01)
+        time.sleep(0.2)  # it waits for the thread by now
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.3)
+        going.set()
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         stream.close()
     assert went == ["read"]
