@@ -173,6 +173,17 @@ def test_views_that_are_written_in_any_order(tmp_path: Path) -> None:
         assert reader.readall() == expected
 
 
+def test_memories_that_overlap(tmp_path: Path) -> None:
+    """As those of arrays that are parts of another one."""
+    array = np.arange(100_000)
+    parts = [torch.from_numpy(array[start:stop]) for start, stop in [(0, 60_000), (30_000, 90_000), (40_000, 100_000)]]
+    with StreamWriter(tmp_path / "a", parts) as stream:
+        stream.write(array)
+        stream.write(array[20_000:95_000])
+    with open_stream(tmp_path / "a") as reader:
+        assert reader.readall() == array.tobytes() + array[20_000:95_000].tobytes()
+
+
 def test_an_error_leaves_no_file(tmp_path: Path) -> None:
     compress(tmp_path / "a.pt", {"w": torch.ones(3)})
     with pytest.raises(AttributeError, match="pickle"):
@@ -280,7 +291,7 @@ HOSTILE: dict[str, Any] = {
     "a negative size": {"nbytes": -1},
     "no size": {"nbytes": None},
     "another record": {"records": ["v"]},
-    "the stream itself": {"records": [STREAM_KEY]},
+    "the stream itself": {"records": [STREAM_KEY], "nbytes": 8},
     "no pieces": {"pieces": []},
     "literals that are not there": {"pieces": [[0, -1, 0]]},
 }
