@@ -256,6 +256,9 @@ class NvcompStorage(Storage):
             self._refuse_committed(path, is_directory=True)
             directory = self._data(staged[0])
         self._commits.pop(directory, None)
+        self._remove(directory)
+
+    def _remove(self, directory: str) -> None:
         with self._open(directory) as filesystem:
             filesystem.remove([COMMIT_NAME])
             filesystem.remove(file.name for file in filesystem.list_below().files)
@@ -283,7 +286,7 @@ class NvcompStorage(Storage):
                 raise StorageError(f"This can only be renamed to {final}.", path=str(dst_path), errno=errno.ENOTSUP)
             for folder in write_commit(self._save_options.open, final, self._data_name):
                 with contextlib.suppress(CheckpointError):  # of saves that never came to an end
-                    self.rmdir(Path(final) / folder)
+                    self._remove(f"{final}/{folder}")
         elif is_directory:
             raise StorageError(
                 f"Only a directory {self._config.temp_dir_prefix}<id> can be renamed: give NvcompStorageConfig the "

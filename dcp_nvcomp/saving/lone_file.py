@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.errors import CheckpointExistsError, StorageError
-from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.saving.data_files import PlannedFile
 from dcp_nvcomp.saving.process_state import process_state
@@ -34,7 +33,7 @@ def write_file(
     *,
     overwrite: bool = True,
     **writer_options: Any,
-) -> DataFileRef:
+) -> None:
     """Write the file: a record for each tensor, and one for the bytes.
 
     Args:
@@ -44,9 +43,6 @@ def write_file(
         last: returns these bytes; called when all tensors are on their way.
         overwrite: False if a file there may not be replaced.
         **writer_options: of `NvcompWriter`.
-
-    Returns:
-        The file as `.metadata` would name it.
     """
     text = os.fspath(path)
     parent, name = parent_and_name(text)
@@ -68,11 +64,9 @@ def write_file(
             return io.BytesIO(last()) if item.tensor_data is None else tensors[item.index.fqn].detach()
 
         lanes = [[PlannedFile(written, tuple(items))]]
-        remembered = process_state().choices
-        (found,), _ = part.run(resolve, engine=engine, remembered=remembered, filesystem=filesystem, lanes=lanes)
+        part.run(resolve, engine=engine, remembered=process_state().choices, filesystem=filesystem, lanes=lanes)
         if is_local:
             _replace(filesystem, written, place_of(text))
-        return found.file._replace(name=name)
 
 
 def _item_to_write(key: str, tensor: torch.Tensor) -> WriteItem:

@@ -93,7 +93,8 @@ class PlainReader(RangeReader):
         self._name, self.nbytes = name, nbytes
 
     def _read(self, start: int, stop: int, out: torch.Tensor) -> None:
-        out[: stop - start] = tensor_of(memoryview(self._filesystem.read(self._name, start, stop)))
+        data = memoryview(self._filesystem.read(self._name, start, stop))  # which the tensor does not keep
+        out[: stop - start] = tensor_of(data)
 
 
 class StreamReader(RangeReader):

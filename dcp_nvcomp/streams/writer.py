@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_nvcomp.engines.tensors import element_type, is_transparent
-from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.names import STREAM_KEY
 from dcp_nvcomp.saving.lone_file import write_file
 from dcp_nvcomp.streams.pieces import LENGTH_NBYTES, LITERALS, Piece
@@ -71,7 +70,7 @@ class StreamWriter:
         self._records = list(tensors)
         self._pieces, self._literals, self._nbytes = list[Piece](), bytearray(), 0
         self._is_closed = False
-        self._written: Future[DataFileRef] = Future()
+        self._written: Future[None] = Future()
         # the file is written beside torch.save, which computes CRCs of its own
         save = partial(write_file, path, tensors, STREAM_KEY, partial(_taken, self._last), **writer_options)
         threading.Thread(target=_run, args=(save, self._written), name="dcp-stream").start()
@@ -154,9 +153,10 @@ class StreamWriter:
         self._last.put(None)
 
 
-def _run(save: Callable[[], DataFileRef], written: Future[DataFileRef]) -> None:
+def _run(save: Callable[[], None], written: Future[None]) -> None:
     try:
-        written.set_result(save())
+        save()
+        written.set_result(None)
     except BaseException as error:
         written.set_exception(error)
 

@@ -29,7 +29,7 @@ from dcp_nvcomp.format.names import STREAM_KEY
 from dcp_nvcomp.saving.lone_file import write_file
 from dcp_nvcomp.streams import writer
 from dcp_nvcomp.streams.pieces import LENGTH_NBYTES, boxes_of_run
-from dcp_nvcomp.streams.reader import StreamReader
+from dcp_nvcomp.streams.reader import PlainReader, StreamReader
 from dcp_nvcomp.streams.writer import StreamWriter
 from tests.checkpoints import flip
 from tests.states import assert_same
@@ -252,6 +252,13 @@ def test_every_flip_is_found(tmp_path: Path) -> None:
         with contextlib.suppress(CheckpointError), open_stream(path) as stream:
             assert stream.readall() == expected, position  # zeros between blocks belong to nothing
         flip(path, position)
+
+
+def test_a_plain_file_is_read_into_the_buffer_before_its_bytes_are_freed(tmp_path: Path) -> None:
+    data = random.Random(0).randbytes(40 << 20)  # beyond what malloc ever keeps, so the memory is gone
+    (tmp_path / "a").write_bytes(data)
+    with PlainReader(NvcompReader(tmp_path).open_storage(), "a", len(data)) as stream:
+        assert stream.readall() == data
 
 
 def test_a_failed_read_lets_go_of_the_buffer(tmp_path: Path) -> None:
