@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 
 from benchmarks.measuring import NotHere, Settings, Spread, core_count, paired
 from benchmarks.results import Report
-from benchmarks.sinks import LimitedFileSystem
 from benchmarks.states import State, assert_same, build_state, nbytes_of
 from benchmarks.torch_checkpointing_peer import is_installed
 
@@ -29,30 +27,10 @@ if is_installed():
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.config import AsyncCheckpointSaverConfig
     from torch_checkpointing.staging import CheckpointStagerConfig
-    from torch_checkpointing.storage.base_storage import ReadArgs
-    from torch_checkpointing.storage.filesystem import LocalFileSystemStorage, LocalFileSystemStorageConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
+    from benchmarks.torch_checkpointing_peer import LimitedConfig
     from dcp_nvcomp.integrations.torch_checkpointing import NvcompStorageConfig
-
-    class _OwnStorage(LocalFileSystemStorage):
-        def __init__(self, config: _OwnConfig) -> None:
-            super().__init__(config)
-            self._files = LimitedFileSystem(rate=config.rate)
-
-        def stream_write(self, path: Path) -> Any:
-            return self._files._open(os.fspath(path), "wb")
-
-        def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> Any:
-            return self._files._open(os.fspath(path), "rb")
-
-    @dataclass
-    class _OwnConfig(LocalFileSystemStorageConfig):
-        """Its local files, at the other end of a link."""
-
-        rate: float = 0.0
-
-        def create_storage(self) -> _OwnStorage:
-            return _OwnStorage(self)
 
     class _OurConfig(NvcompStorageConfig):
         """Ours; that it is of this module registers `limited://` in the process that writes."""
@@ -66,7 +44,7 @@ class _Manager:
         place.mkdir()
         if storage == _OWN:
             local = LocalFileSystemStorageConfig(use_direct_io=False)
-            config = local if rate is None else _OwnConfig(use_direct_io=False, rate=rate)
+            config = local if rate is None else LimitedConfig(use_direct_io=False, rate=rate)
         elif rate is None:
             config = _OurConfig(place)
         else:

@@ -29,24 +29,30 @@ if is_installed():
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.config import AsyncCheckpointSaverConfig
     from torch_checkpointing.staging import CheckpointStagerConfig
+    from torch_checkpointing.storage.base_storage import ReadArgs
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorage, LocalFileSystemStorageConfig
 
     class _Storage(LocalFileSystemStorage):
         """Its local files, at the other end of the link."""
 
-        def __init__(self, config: _StorageConfig) -> None:
+        def __init__(self, config: LimitedConfig) -> None:
             super().__init__(config)
             self._files = LimitedFileSystem(rate=config.rate)
 
         def stream_write(self, path: Path) -> Any:
             return self._files._open(os.fspath(path), "wb")
 
+        def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> Any:
+            return self._files._open(os.fspath(path), "rb")
+
         def write(self, path: Path, data: Any) -> None:
             with self.stream_write(path) as file:
                 file.write(data)
 
     @dataclass
-    class _StorageConfig(LocalFileSystemStorageConfig):
+    class LimitedConfig(LocalFileSystemStorageConfig):
+        """Configure it."""
+
         rate: float = 0.0
 
         def create_storage(self) -> _Storage:
@@ -64,7 +70,7 @@ class Manager:
         staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
         self._manager = CheckpointManager.Config(
             save=AsyncCheckpointSaverConfig(staging_config=staging),
-            storage_config=_StorageConfig(use_direct_io=False, rate=rate),
+            storage_config=LimitedConfig(use_direct_io=False, rate=rate),
         ).build()
 
     def begin(self, state: State, place: str) -> Future[Any]:
