@@ -423,7 +423,7 @@ static int take_encoded(Call *call, size_t number, PyObject *encoded) {
     call->crcs[number] = crc;
     uint32_t known = FLAG_PACKED_REST | FLAG_NEGATIVE;
     if (call->job.columns && flags & FLAG_PREDICTED)
-        known |= FLAG_PREDICTED | UINT32_MAX << ESCAPES_SHIFT;
+        known |= FLAG_PREDICTED | FLAG_NARROW_ROWS | UINT32_MAX << ESCAPES_SHIFT;
     if (flags & ~known || (flags & FLAG_NEGATIVE && !(flags & FLAG_PACKED_REST)))
         return 2;
     call->made_floats += is_rest_made(block) ? block->floats : 0;

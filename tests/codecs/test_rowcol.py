@@ -16,7 +16,7 @@ from dcp_nvcomp.codecs import CodecChain, Deflate, Planes, RowCol, Zstd, registr
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES, U8, EncodedBlock, ScratchArrays
 from dcp_nvcomp.codecs.registry import chain_from_json
 from dcp_nvcomp.codecs.transforms import rowcol, rowcol_numpy
-from dcp_nvcomp.codecs.transforms.rowcol_numpy import ESCAPES_SHIFT, PREDICTED, predicted_nbytes
+from dcp_nvcomp.codecs.transforms.rowcol_numpy import ESCAPES_SHIFT, NARROW_ROWS, PREDICTED, predicted_nbytes
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.errors import ConfigurationError, CorruptDataError, FormatError
 from tests.effort import examples
@@ -198,6 +198,23 @@ def test_what_rows_and_columns_predict_gets_smaller(width: int, kind: str) -> No
     assert len(block.data) < (0.94 if width == 4 else 0.88) * len(planes.data)
 
 
+@pytest.mark.parametrize(("apart", "narrow"), [(100, True), (255, True), (256, False), (1500, False)])
+@pytest.mark.parametrize("negative", [False, True])
+def test_rows_take_a_byte_each_where_they_are_not_too_far_apart(
+    engine: CpuEngine, apart: int, narrow: bool, negative: bool
+) -> None:
+    random = np.random.default_rng(1)
+    rows = np.array([300, 300 + apart, *random.integers(300, 301 + apart, 98)])
+    values = rows[:, None] + random.integers(-3, 4, (100, 128))
+    values[:2] = rows[:2, None]  # whose means are exactly these
+    raw = (values << 20 | random.integers(0, 1 << 20, values.shape)).astype(np.uint32).reshape(-1)
+    raw |= np.uint32(negative) << np.uint32(31)
+    block, out = encoded(raw.view(np.uint8), chain_of(4, 128), engine), np.empty(raw.nbytes, np.uint8)
+    assert block.row.flags & (NARROW_ROWS | PREDICTED) == (NARROW_ROWS * narrow | PREDICTED)
+    engine.decode(block.data, block.row, chain_of(4, 128), out, verify="full")
+    assert out.tobytes() == raw.tobytes()
+
+
 @pytest.mark.parametrize("width", [2, 4])
 def test_a_block_for_which_it_does_not_pay_is_one_of_planes(width: int) -> None:
     random = np.random.default_rng(1)
@@ -259,7 +276,9 @@ def places(raw: U8, columns: int, flags: int) -> dict[str, int]:
     """A byte of each part of an encoded block of fp32 with both signs."""
     count = raw.size // 4
     rest = 2 * count  # the low plane is before
-    ends = np.cumsum([rest, 2 * -(-count // columns), columns, 2 * (flags >> ESCAPES_SHIFT), (count + 7) // 8])
+    rows = -(-count // columns)
+    rows_nbytes = 2 + rows if flags & NARROW_ROWS else 2 * rows
+    ends = np.cumsum([rest, rows_nbytes, columns, 2 * (flags >> ESCAPES_SHIFT), (count + 7) // 8])
     names = ("rows", "columns", "escapes", "signs", "nibbles")
     return {"low": 5, **{name: int(end) + 1 for name, end in zip(names, ends, strict=True)}, "symbols": -100}
 
@@ -312,7 +331,7 @@ def test_a_rest_that_is_longer_than_its_floats_are_many_is_refused() -> None:
 
 
 @DRAWN
-@given(st.integers(0, 1 << 30), st.sampled_from([0, 1, 3]))
+@given(st.integers(0, 1 << 30), st.sampled_from([0, 1, 3, 8, 9, 11]))
 def test_any_vectors_symbols_and_escapes_decode_alike(seed: int, signs: int) -> None:
     compiled = pytest.importorskip("dcp_nvcomp.codecs.transforms._rowcol")
     random = np.random.default_rng(seed)
@@ -376,7 +395,7 @@ def test_the_chain_is_what_the_footer_says() -> None:
 
 def test_flags_that_it_can_have() -> None:
     codec = RowCol(4, 8)
-    assert {flags for flags in range(256) if codec.check_flags(flags)} == {0, 1, 3, 4, 5, 7}
+    assert {flags for flags in range(256) if codec.check_flags(flags)} == {0, 1, 3, 4, 5, 7, 12, 13, 15}
     assert codec.check_flags(0xFFFF_FF04)
     assert not codec.check_flags(0x100)
     assert not codec.check_flags(0x102)

@@ -52,8 +52,9 @@ def unpredict(planes, columns, sizes, flags, n):  # `rest` and `exponent` of row
     symbols, where = planes["exponent"].astype(int), np.arange(n)
     row, column, escaped, signs, nibbles = np.split(planes["rest"], np.cumsum(sizes)[:-1])
     check((symbols == 0).sum() == flags >> 8, "escapes")
-    row, column = row.copy().view("<u2")[where // columns].astype(int), column.view("i1")[where % columns]
-    values = (symbols - 64 + row + column) % 2048
+    row, added = (row[:2], row[2:].astype(int)) if flags & 8 else (row, np.zeros(len(row) // 2, int))
+    row = (row.copy().view("<u2") + added)[where // columns]
+    values = (symbols - 64 + row + column.view("i1")[where % columns]) % 2048
     values[symbols == 0] = escaped.copy().view("<u2") % 2048
     negative = signs[where % len(signs)] >> where // len(signs) & 1 if len(signs) else flags >> 1 & 1
     nibbles = nibbles[where % len(nibbles)] >> where // len(nibbles) * 4 & 15
@@ -87,13 +88,20 @@ def decode_block(block, flags, nbytes, chain, slice_rows, base):
         check(flags & 0xFF == 4 * (flags > 0) and lengths["high"] <= nbytes // 2, "flags")
     else:
         w, coded, predicted = configuration["float_nbytes"], configuration.get("coded", ["exponent"]), flags & 4
-        allowed = flags & 0xFF - 4 in (0, 1, 3) and (flags < 4 or (predicted and first == "rowcol"))
+        allowed = flags & 0xF3 in (0, 1, 3) and (flags < 4 or (predicted and first == "rowcol"))
         check(first in ("planes", "rowcol") and allowed and not (flags and "rest" in coded), "codec or flags")
         n = nbytes // w
         lengths = {"low": n * (w - 2), "rest": n - n // 8 * (flags & 1), "exponent": n}
         if predicted:
             columns = configuration["columns"]
-            sizes = [2 * -(-n // columns), columns, flags >> 8 << 1, 0 if flags & 1 else -(-n // 8), -(-n // 2)]
+            rows = -(-n // columns)
+            sizes = [
+                2 + rows if flags & 8 else 2 * rows,
+                columns,
+                flags >> 8 << 1,
+                0 if flags & 1 else -(-n // 8),
+                -(-n // 2),
+            ]
             lengths["rest"] = sum(sizes)
             check(lengths["rest"] <= n, "rest")
     position, planes = 0, {}

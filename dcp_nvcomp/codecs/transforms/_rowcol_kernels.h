@@ -11,6 +11,7 @@
 
 enum {
     FLAG_PREDICTED = 4,
+    FLAG_NARROW_ROWS = 8,
     ESCAPES_SHIFT = 8,
     MIDDLE = 64,        /* the symbol of a value that is as predicted */
     VALUE_SYMBOLS = 128,      /* of which 0 stands for an escape */
@@ -33,10 +34,15 @@ static Matrix matrix_of(size_t count, size_t columns) {
     return (Matrix){count, columns, columns ? count / columns + (count % columns != 0) : 0};
 }
 
+/* The length of what is kept of the rows. */
+static uint64_t rows_nbytes(Matrix m, uint32_t flags) {
+    return flags & FLAG_NARROW_ROWS ? 2 + (uint64_t)m.rows : 2 * (uint64_t)m.rows;
+}
+
 /* The length of the plane `rest` with these flags. */
 static uint64_t predicted_nbytes(Matrix m, uint32_t flags) {
     uint64_t signs = flags & FLAG_PACKED_REST ? 0 : ((uint64_t)m.count + 7) / 8;
-    return 2 * (uint64_t)m.rows + m.columns + 2 * (uint64_t)(flags >> ESCAPES_SHIFT) + signs + ((uint64_t)m.count + 1) / 2;
+    return rows_nbytes(m, flags) + m.columns + 2 * (uint64_t)(flags >> ESCAPES_SHIFT) + signs + ((uint64_t)m.count + 1) / 2;
 }
 
 static size_t row_length(Matrix m, size_t row) {
@@ -206,6 +212,19 @@ static size_t zeros_of(const uint8_t *symbols, size_t count, size_t most) {
     return zeros;
 }
 
+/* Writes what is kept of the rows: a value each, or the least, and a byte each of what they have beside it. */
+static uint8_t *put_rows(const uint16_t *row, size_t rows, uint16_t least, int are_narrow, uint8_t *out) {
+    if (!are_narrow) {
+        memcpy(out, row, 2 * rows);
+        return out + 2 * rows;
+    }
+    memcpy(out, &least, 2);
+    out += 2;
+    for (size_t number = 0; number < rows; number++)
+        *out++ = (uint8_t)(row[number] - least);
+    return out;
+}
+
 /* Memory of `predict`: sums, vectors, symbols and a new `rest`, each at most as long as what is predicted at all. */
 static size_t predict_room(size_t count, size_t columns) {
     return (sizeof(uint32_t) + sizeof(int16_t)) * columns + 2 * (count / columns + 1) + 2 * count;
@@ -235,13 +254,19 @@ static uint32_t predict(Matrix m, uint8_t *rest, uint8_t *exponent, int seen, ui
         symbols_of(rest + start, exponent + start, column, (int16_t)row[number], symbols + start,
                    (ptrdiff_t)row_length(m, number));
     }
+    uint16_t least = row[0], highest = row[0];
+    for (size_t number = 1; number < m.rows; number++) {
+        least = row[number] < least ? row[number] : least;
+        highest = row[number] > highest ? row[number] : highest;
+    }
+    if (m.rows > 2 && highest - least <= UINT8_MAX)
+        flags |= FLAG_NARROW_ROWS;
     size_t most = (size_t)(m.count - predicted_nbytes(m, flags)) / 2, escapes = zeros_of(symbols, m.count, most);
     if (escapes > most ||
-        !pays(m, exponent, symbols, 2 * (uint64_t)m.rows + m.columns + 2 * escapes))
+        !pays(m, exponent, symbols, rows_nbytes(m, flags) + m.columns + 2 * escapes))
         return 0;
     flags |= (uint32_t)escapes << ESCAPES_SHIFT;
-    memcpy(at, row, 2 * m.rows);
-    at += 2 * m.rows;
+    at = put_rows(row, m.rows, least, (flags & FLAG_NARROW_ROWS) != 0, at);
     for (size_t i = 0; i < m.columns; i++)
         *at++ = (uint8_t)column[i];
     if (escapes)
@@ -278,7 +303,7 @@ static void values_of(const uint8_t *restrict symbols, const uint8_t *restrict c
 static int restore(Matrix m, uint32_t flags, const uint8_t *packed, const uint8_t *symbols, uint8_t *rest,
                    uint8_t *exponent) {
     size_t escapes = flags >> ESCAPES_SHIFT, half = (m.count + 1) / 2;
-    const uint8_t *row = packed, *column = row + 2 * m.rows, *escape = column + m.columns;
+    const uint8_t *row = packed, *column = row + rows_nbytes(m, flags), *escape = column + m.columns;
     const uint8_t *signs = escape + 2 * escapes, *nibbles = packed + predicted_nbytes(m, flags) - half;
     if (zeros_of(symbols, m.count, escapes) != escapes)
         return 0;
@@ -294,7 +319,9 @@ static int restore(Matrix m, uint32_t flags, const uint8_t *packed, const uint8_
     for (size_t number = 0; number < m.rows; number++) {
         uint16_t predicted;
         size_t start = number * m.columns;
-        memcpy(&predicted, row + 2 * number, 2);
+        memcpy(&predicted, flags & FLAG_NARROW_ROWS ? row : row + 2 * number, 2);
+        if (flags & FLAG_NARROW_ROWS)
+            predicted = (uint16_t)(predicted + row[2 + number]);
         values_of(symbols + start, column, (int16_t)((predicted & 0x7FF) - MIDDLE), rest + start, exponent + start,
                   (ptrdiff_t)row_length(m, number));
     }

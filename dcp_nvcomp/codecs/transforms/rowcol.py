@@ -8,8 +8,9 @@ A filter of the two planes that `planes` makes, of 8 bits each, and not of float
 
 - Eleven bits are predicted, the exponent and three of the mantissa, in eighths of an octave. What is left is coded as
   one byte, of which 127 values cover eight octaves to both sides, as many as the encoder of literals has codes for.
-- A row's mean is kept in two bytes, of which a bit pattern can't be too large; what a column has beside that in one,
-  clipped. Finer units (a 128th of an octave was tried) cost more bytes for vectors than they save in symbols.
+- A row's mean is kept in two bytes, of which a bit pattern can't be too large, or in one where all are within 32
+  octaves; what a column has beside that in one, clipped. Finer units (a 128th of an octave was tried) cost more bytes
+  for vectors than they save in symbols.
 - All below is stored as before. So a reader needs no more memory, `rest` has room for everything that is new, and a
   block for which it does not pay, or that has too many floats far from what is expected, is one of `planes`.
 - Escaped floats have no positions, which a file could set anywhere: they are those with the symbol zero.
@@ -33,7 +34,13 @@ import numpy as np
 from dcp_nvcomp.codecs.base import U8, ArrayToBytes, ElementType, Plane, ScratchArrays, integer
 from dcp_nvcomp.codecs.transforms import Planes, pack_signs
 from dcp_nvcomp.codecs.transforms import kernels as planes_kernels
-from dcp_nvcomp.codecs.transforms.rowcol_numpy import ESCAPES_SHIFT, MAX_COLUMNS, PREDICTED, predicted_nbytes
+from dcp_nvcomp.codecs.transforms.rowcol_numpy import (
+    ESCAPES_SHIFT,
+    MAX_COLUMNS,
+    NARROW_ROWS,
+    PREDICTED,
+    predicted_nbytes,
+)
 from dcp_nvcomp.errors import ConfigurationError, CorruptDataError, FormatError
 
 try:
@@ -42,7 +49,6 @@ except ImportError:
     from dcp_nvcomp.codecs.transforms import rowcol_numpy as kernels  # type: ignore[no-redef]
 
 _ELEMENTS = {"bfloat16": 2, "float32": 4}
-_KNOWN_FLAGS = (PREDICTED - 1) | PREDICTED
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class RowCol(ArrayToBytes):
 
     def check_flags(self, flags: int) -> bool:
         if flags & PREDICTED:
-            flags &= ~(PREDICTED | -1 << ESCAPES_SHIFT)
+            flags &= ~(PREDICTED | NARROW_ROWS | -1 << ESCAPES_SHIFT)
         return self._planes.check_flags(flags)
 
     def fits(self, element: ElementType) -> bool:

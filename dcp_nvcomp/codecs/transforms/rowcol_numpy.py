@@ -13,6 +13,7 @@ U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 
 PREDICTED = 4
+NARROW_ROWS = 8
 ESCAPES_SHIFT = 8
 MAX_COLUMNS = 1 << 20
 
@@ -29,7 +30,7 @@ _WORTHWHILE = 16  # what it has to gain for each float, in bits of that scale
 def predicted_nbytes(count: int, columns: int, flags: int) -> int:
     """Return the length of the plane `rest` of a predicted block of `count` floats."""
     signs = 0 if flags & _SAME_SIGN else (count + 7) // 8
-    return 2 * -(-count // columns) + columns + 2 * (flags >> ESCAPES_SHIFT) + signs + (count + 1) // 2
+    return _rows_nbytes(-(-count // columns), flags) + columns + 2 * (flags >> ESCAPES_SHIFT) + signs + (count + 1) // 2
 
 
 def predict_planes(rest: U8, exponent: U8, columns: int, seen: int) -> int:
@@ -58,12 +59,17 @@ def predict_planes(rest: U8, exponent: U8, columns: int, seen: int) -> int:
     values = _values(rest, exponent)
     row, column = _vectors(values, columns)
     wide = values - (np.repeat(row, columns)[:count] + np.resize(column, count)) + _MIDDLE
+    least = int(row.min())
+    if rows > 2 and int(row.max()) - least <= 0xFF:
+        flags |= NARROW_ROWS
     symbols = np.where((wide > 0) & (wide < _SYMBOLS), wide, 0).astype(np.uint8)
     escaped = values[symbols == 0].astype("<u2")
     nbytes = predicted_nbytes(count, columns, flags) + escaped.nbytes
-    if nbytes > count or not _pays(exponent, symbols, 2 * rows + columns + escaped.nbytes):
+    if nbytes > count or not _pays(exponent, symbols, _rows_nbytes(rows, flags) + columns + escaped.nbytes):
         return 0
-    parts = [row.astype("<u2").view(np.uint8), column.astype(np.int8).view(np.uint8), escaped.view(np.uint8)]
+    kept = [np.array([least]), (row - least).astype(np.uint8)] if flags & NARROW_ROWS else [row]
+    parts = [kept[0].astype("<u2").view(np.uint8), *kept[1:]]
+    parts += [column.astype(np.int8).view(np.uint8), escaped.view(np.uint8)]
     if not flags & _SAME_SIGN:
         eighths = np.zeros((8, (count + 7) // 8), np.uint8)
         eighths.reshape(-1)[:count] = rest >> 7
@@ -89,12 +95,13 @@ def restore_planes(packed: U8, symbols: U8, rest: U8, exponent: U8, columns: int
         raise ValueError("The planes are not those of this block.")
     rows, escapes = -(-count // columns), flags >> ESCAPES_SHIFT
     signs = 0 if flags & _SAME_SIGN else (count + 7) // 8
-    lengths = [2 * rows, columns, 2 * escapes, signs]
+    lengths = [_rows_nbytes(rows, flags), columns, 2 * escapes, signs]
     row, column, escaped, signed, nibbles = np.split(packed, np.cumsum(lengths))
     zeros = symbols == 0
     if np.count_nonzero(zeros) != escapes:
         return False
-    predicted = np.repeat(_u16(row), columns)[:count] + np.resize(column.view(np.int8).astype(np.int64), count)
+    row = _u16(row[:2]) + row[2:] if flags & NARROW_ROWS else _u16(row)
+    predicted = np.repeat(row, columns)[:count] + np.resize(column.view(np.int8).astype(np.int64), count)
     values = (symbols.astype(np.int64) - _MIDDLE + predicted) % _VALUES
     values[zeros] = _u16(escaped) % _VALUES
     rest[:] = np.concatenate([nibbles & 15, nibbles >> 4])[:count]
@@ -105,6 +112,10 @@ def restore_planes(packed: U8, symbols: U8, rest: U8, exponent: U8, columns: int
         rest |= 0x80
     exponent[:] = values >> 3
     return True
+
+
+def _rows_nbytes(rows: int, flags: int) -> int:
+    return 2 + rows if flags & NARROW_ROWS else 2 * rows
 
 
 def _values(rest: U8, exponent: U8) -> I64:
