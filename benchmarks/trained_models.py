@@ -1,6 +1,6 @@
 """States of small models that were trained here, for a minute each: AdamW on the CPU, in fp32 or mixed precision.
 
-Each learns something: a language model the bytes of this project's documents, an image model which of ten patterns was
+Each learns something: a language model the bytes of Python's reference, an image model which of ten patterns was
 shifted and covered with noise, a network of layers what another one, fixed and random, computes. What their optimizer
 keeps has the scales of neurons and of their inputs, as that of large models has, and random numbers have not.
 """
@@ -8,6 +8,7 @@ keeps has the scales of neurons and of their inputs, as that of large models has
 from __future__ import annotations
 
 import copy
+import pydoc_data.topics
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ __all__ = ["MODELS", "trained", "trained_states"]
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 _WIDTH = 384
-_TEXTS = Path(__file__).parents[1] / "docs"
+_TEXT = Path(pydoc_data.topics.__file__)
 
 
 class _Attention(nn.Module):
@@ -46,9 +47,7 @@ class _Attention(nn.Module):
 
 
 def _language(random: torch.Generator) -> tuple[nn.Module, Batches]:
-    text = torch.frombuffer(
-        bytearray(b"".join(path.read_bytes() for path in sorted(_TEXTS.rglob("*.md")))), dtype=torch.uint8
-    )
+    text = torch.frombuffer(bytearray(_TEXT.read_bytes()), dtype=torch.uint8)
 
     def batches() -> Batches:
         while True:

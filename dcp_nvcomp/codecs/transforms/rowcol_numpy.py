@@ -100,8 +100,8 @@ def restore_planes(packed: U8, symbols: U8, rest: U8, exponent: U8, columns: int
     zeros = symbols == 0
     if np.count_nonzero(zeros) != escapes:
         return False
-    row = _u16(row[:2]) + row[2:] if flags & NARROW_ROWS else _u16(row)
-    predicted = np.repeat(row, columns)[:count] + np.resize(column.view(np.int8).astype(np.int64), count)
+    of_rows = _u16(row[:2]) + row[2:] if flags & NARROW_ROWS else _u16(row)
+    predicted = np.repeat(of_rows, columns)[:count] + np.resize(column.view(np.int8).astype(np.int64), count)
     values = (symbols.astype(np.int64) - _MIDDLE + predicted) % _VALUES
     values[zeros] = _u16(escaped) % _VALUES
     rest[:] = np.concatenate([nibbles & 15, nibbles >> 4])[:count]
