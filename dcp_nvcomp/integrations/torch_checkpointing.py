@@ -21,12 +21,14 @@ import os
 import re
 import uuid
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
 import torch.distributed as dist
+from torch.utils.serialization import config as serialization_config
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
 from dcp_nvcomp.conversion.safetensors_format import parse_header
@@ -213,7 +215,7 @@ class NvcompStorage(Storage):
         """Return the stream that torch.save writes `data` to."""
         self._refuse_committed(path)
         directory, name = self._place(path)
-        return StreamWriter(f"{directory}/{name}", data, **self._config.options, **self._config.storage_options)
+        return _Stream(f"{directory}/{name}", data, **self._config.options, **self._config.storage_options)
 
     def write(self, path: Path, data: Any) -> None:
         """Write a whole file: JSON, bytes, or safetensors, whose tensors are found by their header."""
@@ -361,6 +363,19 @@ class NvcompStorage(Storage):
     def remap_path(self, path: Path) -> str:
         """Return where a path is."""
         return self._url(path)
+
+
+class _Stream(StreamWriter):
+    """A stream to which torch.save writes without CRCs of its own: blocks have theirs, which reads compare."""
+
+    def __enter__(self) -> StreamWriter:
+        self._saving = ExitStack()  # of this thread alone, as torch's documentation of `patch` says
+        self._saving.enter_context(serialization_config.patch("save.compute_crc32", False))  # type: ignore[attr-defined]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._saving.close()
+        super().__exit__(*error)
 
 
 def _nbytes(filesystem: Filesystem, name: str) -> int:

@@ -7,6 +7,7 @@ import io
 import json
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,22 @@ def test_a_checkpoint_is_there_once_it_is_committed(place: tuple[str, dict[str, 
         reader.stream_read(Path("step-1/model_2.pt"))
     reader.rmdir(Path("step-1"))
     assert not reader.exists(Path("step-1")) and not storage_of(place).exists(Path("step-1"))
+
+
+def test_torch_saves_without_crcs_of_its_own_while_a_stream_is_open_and_only_then(tmp_path: Path) -> None:
+    """Blocks have theirs. Other threads, and whatever comes afterwards, are as they were."""
+    storage, expected = storage_of((str(tmp_path), {})), state(0)
+    with ThreadPoolExecutor() as other:
+        with storage.get_write_stream(Path("saved.pt"), expected) as stream:
+            assert not torch.serialization.get_crc32_options()
+            assert other.submit(torch.serialization.get_crc32_options).result()
+            torch.save(expected, stream)
+        assert torch.serialization.get_crc32_options()
+        with pytest.raises(KeyError), storage.get_write_stream(Path("failed.pt"), expected):
+            raise KeyError
+        assert torch.serialization.get_crc32_options()
+    assert_same(torch.load(io.BytesIO(storage.read(Path("saved.pt")))), expected)
+    assert_same(load_compressed_checkpoint(tmp_path / "saved.pt"), expected)
 
 
 def test_what_was_committed_is_never_overwritten(place: tuple[str, dict[str, Any]]) -> None:
