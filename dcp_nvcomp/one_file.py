@@ -38,7 +38,7 @@ from dcp_nvcomp.reading.stored_tensor import Destinations, items_of_object
 from dcp_nvcomp.saving.encode.objects import serialized
 from dcp_nvcomp.saving.lone_file import write_file
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.streams.reader import StreamReader
+from dcp_nvcomp.streams.reader import StreamIndex, StreamReader
 
 
 def save_compressed_checkpoint(
@@ -118,7 +118,8 @@ def load_compressed_checkpoint(
         file = find_data_file(filesystem, name, nbytes)
         footer = read_footer(filesystem, file)
         if any(record.fqn == STREAM_KEY for record in footer.records):
-            with StreamReader(filesystem, file, reader.load_options) as stream:
+            index = StreamIndex.read(filesystem, file, reader.load_options)
+            with StreamReader(filesystem, index, reader.load_options) as stream:
                 state = reader.load_options.safe.load_object(io.BytesIO(stream.readall()), STREAM_KEY)
             return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
         tensors, skeleton = _read(filesystem, reader, file, footer, torch.device(device))

@@ -54,10 +54,11 @@ from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import place_of
-from dcp_nvcomp.streams.reader import PlainReader, StreamReader
+from dcp_nvcomp.streams.reader import PlainReader, StreamIndex, StreamReader
 from dcp_nvcomp.streams.writer import StreamWriter, tensor_of
 
 _LENGTH_NBYTES = 8
+_REMEMBERED, _REMEMBERED_NBYTES = 16, 4 << 20
 
 
 class NvcompStorageConfig(StorageConfig):
@@ -116,6 +117,7 @@ class NvcompStorage(Storage):
         self._save_options = NvcompWriter(config.path, **config.options, **config.storage_options).options
         self._load_options = NvcompReader(config.path, **config.storage_options).load_options
         self._commits: dict[str, Commit] = {}
+        self._indexes = dict[tuple[str, DataFileRef], StreamIndex]()
         self._made = set[str]()  # directories of saves that this process has begun
 
     @property
@@ -205,7 +207,18 @@ class NvcompStorage(Storage):
         return PlainReader(self._save_options.open(directory), name, nbytes)
 
     def _stream(self, directory: str, file: DataFileRef) -> StreamReader:
-        return StreamReader(self._save_options.open(directory), file, self._load_options)
+        """Open a stream. What its file says of it is remembered: a load opens it for its size, and for each range."""
+        with ExitStack() as opened:
+            filesystem = opened.enter_context(self._open(directory))
+            index = self._indexes.get((directory, file))
+            if index is None:
+                index = StreamIndex.read(filesystem, file, self._load_options)
+                if len(self._indexes) == _REMEMBERED:
+                    self._indexes.clear()
+                if len(index.literals) <= _REMEMBERED_NBYTES:
+                    self._indexes[directory, file] = index
+            opened.pop_all()
+            return StreamReader(filesystem, index, self._load_options)
 
     def stream_write(self, path: Path) -> Any:
         """Return a stream for a file; without its tensors, all is compressed as bytes."""

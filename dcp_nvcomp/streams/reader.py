@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from dcp_nvcomp.loading.read_plan import Wanted
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.reading.stored_tensor import Destinations, items_of_object
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.streams.pieces import LENGTH_NBYTES, LITERALS, boxes_of_run, parse_pieces
+from dcp_nvcomp.streams.pieces import LENGTH_NBYTES, LITERALS, Piece, boxes_of_run, parse_pieces
 from dcp_nvcomp.streams.writer import tensor_of
 
 
@@ -97,64 +98,96 @@ class PlainReader(RangeReader):
         out[: stop - start] = tensor_of(data)
 
 
+@dataclass(frozen=True)
+class StreamIndex:
+    """What a file of `StreamWriter` says of its stream: enough to read any range of it."""
+
+    file: DataFileRef
+    footer: Footer
+    nbytes: int  # of the stream
+    pieces: Sequence[Piece]
+    records: Sequence[int]  # numbers in the footer, by those that pieces have
+    literals: memoryview
+
+    @classmethod
+    def read(cls, filesystem: Filesystem, file: DataFileRef, options: LoadOptions) -> StreamIndex:
+        """Read it.
+
+        Args:
+            filesystem: the directory that the file is in.
+            file: as `.metadata` would name it.
+            options: of the load.
+
+        Raises:
+            CheckpointError: it is another file, or damaged.
+        """
+        footer = read_footer(filesystem, file)
+        numbers = {record.fqn: number for number, record in enumerate(footer.records)}
+        if STREAM_KEY not in numbers or footer.records[numbers[STREAM_KEY]].kind != KIND_BYTES:
+            raise FormatError("This file has no stream.", path=footer.path)
+        last = _read_bytes(filesystem, file, footer, numbers[STREAM_KEY], options)
+        try:
+            length = LENGTH_NBYTES + int.from_bytes(last[:LENGTH_NBYTES], "little")
+            text, literals = bytes(last[LENGTH_NBYTES:length]), last[length:]
+            return cls(file, footer, *parse_pieces(text, len(literals), footer, numbers), literals)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise FormatError(
+                f"The list of a stream's pieces is invalid: {type(error).__name__}: {error}",
+                path=footer.path,
+                fqn=STREAM_KEY,
+            ) from error
+
+
+def _read_bytes(
+    filesystem: Filesystem, file: DataFileRef, footer: Footer, number: int, options: LoadOptions
+) -> memoryview:
+    found: list[memoryview] = []
+    (item,) = items_of_object(STREAM_KEY)
+    # the bytes of a stream are no object, which is what others would check them as
+    options = replace(options, safe=SafeLoader((), check_objects=False))
+    take = Destinations({}, lambda _, data: found.append(data.getbuffer()))
+    wanted = [Wanted(item, StoredAt(file, number), None)]
+    load_items(filesystem, wanted, take, options, footers=partial(_given, [footer]))
+    return found[0]
+
+
 class StreamReader(RangeReader):
     """Read a file of `StreamWriter` as the stream that it is.
 
     Args:
         filesystem: the directory that the file is in; closed with the stream.
-        file: as `.metadata` would name it.
+        index: what the file says of its stream.
         options: of the load.
-
-    Raises:
-        CheckpointError: it is another file, or damaged.
     """
 
-    def __init__(self, filesystem: Filesystem, file: DataFileRef, options: LoadOptions) -> None:
+    def __init__(self, filesystem: Filesystem, index: StreamIndex, options: LoadOptions) -> None:
         super().__init__(filesystem)
-        # the bytes of a stream are no object, which is what others would check them as
-        safe = SafeLoader((), check_objects=False)
-        self._file, self._options = file, replace(options, safe=safe)
-        self._footer = read_footer(filesystem, file)
-        numbers = {record.fqn: number for number, record in enumerate(self._footer.records)}
-        if STREAM_KEY not in numbers or self._footer.records[numbers[STREAM_KEY]].kind != KIND_BYTES:
-            raise FormatError("This file has no stream.", path=self._footer.path)
-        last = self._last = self._read_bytes(numbers[STREAM_KEY])  # which `_literals` is part of
-        try:
-            length = LENGTH_NBYTES + int.from_bytes(last[:LENGTH_NBYTES], "little")
-            self._literals = tensor_of(last[length:])
-            self.nbytes, self._pieces, self._records = parse_pieces(
-                bytes(last[LENGTH_NBYTES:length]), len(self._literals), self._footer, numbers
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise FormatError(
-                f"The list of a stream's pieces is invalid: {type(error).__name__}: {error}",
-                path=self._footer.path,
-                fqn=STREAM_KEY,
-            ) from error
+        self._index, self._options, self.nbytes = index, options, index.nbytes
 
     def _read(self, start: int, stop: int, out: torch.Tensor) -> None:
         items, parts = list[Wanted](), dict[str, torch.Tensor]()
         edges: list[tuple[torch.Tensor, torch.Tensor]] = []  # of elements that the range has in part
-        first = bisect_right(self._pieces, start, key=lambda piece: piece.start) - 1
-        last = bisect_left(self._pieces, stop, key=lambda piece: piece.start)
-        ends = [*(piece.start for piece in self._pieces[first + 1 : last + 1]), self.nbytes]
-        for piece, end in zip(self._pieces[first:last], ends, strict=False):
+        pieces, footer = self._index.pieces, self._index.footer
+        first = bisect_right(pieces, start, key=lambda piece: piece.start) - 1
+        last = bisect_left(pieces, stop, key=lambda piece: piece.start)
+        ends = [*(piece.start for piece in pieces[first + 1 : last + 1]), self.nbytes]
+        for piece, end in zip(pieces[first:last], ends, strict=False):
             begin = max(piece.start, start)
             target = out[begin - start : min(end, stop) - start]
             offset = piece.offset + begin - piece.start
             if piece.number == LITERALS:
-                target.copy_(self._literals[offset : offset + len(target)])
+                target.copy_(tensor_of(self._index.literals[offset : offset + len(target)]))
                 continue
-            record = self._footer.records[self._records[piece.number]]
-            width = record.element.nbytes
+            number = self._index.records[piece.number]
+            width = footer.records[number].element.nbytes
             low, high = offset // width, -(-(offset + len(target)) // width)
             memory = target
             if offset % width or len(target) % width or target.data_ptr() % width:
                 memory = torch.empty((high - low) * width, dtype=torch.uint8, device="cpu")
                 edges.append((target, memory[offset - low * width :]))
-            self._want(items, parts, self._records[piece.number], low, high, memory)
+            self._want(items, parts, number, low, high, memory)
         if items:
-            footers = partial(_given, [self._footer])
+            footers = partial(_given, [footer])
             load_items(self._filesystem, items, Destinations(parts), self._options, footers=footers)
         for target, memory in edges:
             target.copy_(memory[: len(target)])
@@ -169,7 +202,7 @@ class StreamReader(RangeReader):
         memory: torch.Tensor,
     ) -> None:
         """Add items that read the elements from `low` to `high` of a record into memory, one after the other."""
-        record = self._footer.records[number]
+        record = self._index.footer.records[number]
         dtype = torch_dtype(record.element)
         elements, at = memory.view(dtype), 0
         shard = Shard(record.offsets, record.shape, record.global_shape, dtype)
@@ -185,16 +218,8 @@ class StreamReader(RangeReader):
                 torch.Size(box.offsets),
                 torch.Size(box.sizes),
             )
-            items.append(Wanted(item, StoredAt(self._file, number), shard))
+            items.append(Wanted(item, StoredAt(self._index.file, number), shard))
             at += box.elements
-
-    def _read_bytes(self, number: int) -> memoryview:
-        found: list[memoryview] = []
-        (item,) = items_of_object(STREAM_KEY)
-        wanted = Wanted(item, StoredAt(self._file, number), None)
-        take = Destinations({}, lambda _, data: found.append(data.getbuffer()))
-        load_items(self._filesystem, [wanted], take, self._options, footers=partial(_given, [self._footer]))
-        return found[0]
 
 
 def _given(footers: list[Footer], *_: Any) -> list[Footer]:

@@ -22,6 +22,7 @@ from dcp_nvcomp.errors import (
     ConfigurationError,
     FormatError,
 )
+from dcp_nvcomp.streams.reader import StreamIndex
 from tests.checkpoints import flip
 from tests.conftest import S3Store
 from tests.integrations.launch import needs
@@ -87,6 +88,29 @@ def test_torch_saves_without_crcs_of_its_own_while_a_stream_is_open_and_only_the
         assert torch.serialization.get_crc32_options()
     assert_same(torch.load(io.BytesIO(storage.read(Path("saved.pt")))), expected)
     assert_same(load_compressed_checkpoint(tmp_path / "saved.pt"), expected)
+
+
+def test_a_file_is_described_once_for_many_streams_and_anew_if_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    described = StreamIndex.read
+
+    def counted(*arguments: Any) -> StreamIndex:
+        read.append(arguments)
+        return described(*arguments)
+
+    monkeypatch.setattr(StreamIndex, "read", counted)
+    storage, path = storage_of((str(tmp_path), {})), Path("saved.pt")
+    for value in (1, 2):
+        put(storage, str(path), state(value))
+        for _ in range(3):
+            assert_same(get(storage, str(path)), state(value))
+        assert len(read) == value
+    for number in range(20):  # more than are remembered
+        put(storage, f"{number}.pt", state(number))
+        assert_same(get(storage, f"{number}.pt"), state(number))
+    assert len(read) == 22
 
 
 def test_what_was_committed_is_never_overwritten(place: tuple[str, dict[str, Any]]) -> None:

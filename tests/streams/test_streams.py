@@ -29,7 +29,7 @@ from dcp_nvcomp.format.names import STREAM_KEY
 from dcp_nvcomp.saving.lone_file import write_file
 from dcp_nvcomp.streams import writer
 from dcp_nvcomp.streams.pieces import LENGTH_NBYTES, boxes_of_run
-from dcp_nvcomp.streams.reader import PlainReader, StreamReader
+from dcp_nvcomp.streams.reader import PlainReader, StreamIndex, StreamReader
 from dcp_nvcomp.streams.writer import StreamWriter
 from tests.checkpoints import flip
 from tests.states import assert_same
@@ -72,7 +72,8 @@ def open_stream(path: Path) -> StreamReader:
     filesystem = reader.open_storage()
     nbytes = filesystem.file_nbytes(path.name)
     assert nbytes is not None
-    return StreamReader(filesystem, find_data_file(filesystem, path.name, nbytes), reader.load_options)
+    file = find_data_file(filesystem, path.name, nbytes)
+    return StreamReader(filesystem, StreamIndex.read(filesystem, file, reader.load_options), reader.load_options)
 
 
 def compress(path: Path, value: Any, **options: Any) -> Path:
@@ -278,14 +279,6 @@ def test_a_failed_read_lets_go_of_the_buffer(tmp_path: Path) -> None:
     assert "a.pt" in str(caught.value) and caught.value.fqn == "w"
 
 
-def pieces_of(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return the list of a stream's pieces, and its literals."""
-    with open_stream(path) as stream:
-        last = bytes(stream._read_bytes([record.fqn for record in stream._footer.records].index(STREAM_KEY)))
-    length = LENGTH_NBYTES + int.from_bytes(last[:LENGTH_NBYTES], "little")
-    return json.loads(last[LENGTH_NBYTES:length]), last[length:]
-
-
 HOSTILE: dict[str, Any] = {
     "a piece beyond its record": {"pieces": [[0, 0, 8]]},
     "one before it": {"pieces": [[0, 0, -8]]},
@@ -341,8 +334,9 @@ def test_another_file_has_no_stream(tmp_path: Path) -> None:
 def test_pieces_are_few(tmp_path: Path) -> None:
     """What torch.save writes in many small pieces is one."""
     path = compress(tmp_path / "a.pt", {str(number): torch.ones(number) for number in range(200)})
-    described, literals = pieces_of(path)
-    assert len(described["pieces"]) == 1 and described["records"] == [] and len(literals) == described["nbytes"]
+    with open_stream(path) as stream:
+        index = stream._index
+    assert len(index.pieces) == 1 and index.records == [] and len(index.literals) == index.nbytes
 
 
 def test_code_in_a_stream_is_not_run(tmp_path: Path) -> None:
