@@ -19,9 +19,7 @@ from dcp_nvcomp.saving.data_files import PlannedFile
 from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.saving.writer import NvcompWriter
-from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
-from dcp_nvcomp.storage.local.output import sync_directory
 from dcp_nvcomp.storage.open import place_of
 
 
@@ -57,16 +55,19 @@ def write_file(
         filesystem.create_directory()
         if not overwrite and filesystem.file_nbytes(name) is not None:
             raise CheckpointExistsError("There is such a file already.", path=filesystem.location(name))
-        is_local = isinstance(filesystem, PosixFilesystem)
-        written = f".{name}.{part.save_id}.tmp" if is_local else name
+        written = f".{name}.{part.save_id}.tmp" if isinstance(filesystem, PosixFilesystem) else name
 
         def resolve(item: WriteItem) -> torch.Tensor | io.BytesIO:
             return io.BytesIO(last()) if item.tensor_data is None else tensors[item.index.fqn].detach()
 
         lanes = [[PlannedFile(written, tuple(items))]]
         part.run(resolve, engine=engine, remembered=process_state().choices, filesystem=filesystem, lanes=lanes)
-        if is_local:
-            _replace(filesystem, written, place_of(text))
+        if isinstance(filesystem, PosixFilesystem):
+            try:
+                filesystem.rename(written, name)
+            except StorageError:
+                filesystem.remove([written])
+                raise
 
 
 def _item_to_write(key: str, tensor: torch.Tensor) -> WriteItem:
@@ -78,13 +79,3 @@ def _item_to_write(key: str, tensor: torch.Tensor) -> WriteItem:
             ChunkStorageMetadata(offsets, tensor.size()), TensorProperties(dtype=tensor.dtype), tensor.size()
         ),
     )
-
-
-def _replace(filesystem: Filesystem, written: str, final: str) -> None:
-    directory = os.path.dirname(final)
-    try:
-        os.replace(os.path.join(directory, written), final)
-        sync_directory(directory)
-    except OSError as error:
-        filesystem.remove([written])
-        raise StorageError.from_os_error("write", final, error) from error

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,23 @@ MAX_SUBSETS_OF = 6
 
 # The names of files, relative to the disk's root, and their bytes; None is a directory.
 Tree = dict[str, bytes | None]
+
+
+def read_tree(root: Path) -> Tree:
+    found: Tree = {}
+    for entry in sorted(root.rglob("*")):
+        found[str(entry.relative_to(root))] = entry.read_bytes() if entry.is_file() else None
+    return found
+
+
+def make_tree(root: Path, tree: Tree) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    for path, data in sorted(tree.items()):
+        if data is None:
+            (root / path).mkdir()
+        else:
+            (root / path).write_bytes(data)
 
 
 @dataclass(frozen=True)

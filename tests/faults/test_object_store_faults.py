@@ -8,19 +8,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import os
 import pickle
 import re
-import shutil
-import signal
 import socket
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import fsspec.asyn
@@ -33,8 +28,9 @@ from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.storage.attempts import Attempts
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.objects.s3 import S3Bucket
+from tests.conftest import KindNamed
 from tests.distributed.launch import RankPool, ranks
-from tests.stores.kinds import S3, Reachable, parameters
+from tests.stores.kinds import Reachable, parameters
 from tests.stores.places import PART_NBYTES, Place
 
 from .proxy import FaultProxy, Target
@@ -588,36 +584,25 @@ def test_a_dead_server_fails_every_rank_in_time(ranks: RankPool, how: str) -> No
     assert max(seconds) < 60, seconds
 
 
-CI = Path(__file__).resolve().parents[2] / ".ci"
-
-
 @pytest.mark.s3
 @pytest.mark.slow
-def test_a_server_killed_and_restarted_during_a_save(tmp_path: Path) -> None:
-    """A Ceph of this test's own."""
-    if "DCP_NVCOMP_TEST_S3" not in os.environ or shutil.which("radosgw") is None:
-        pytest.skip("needs Ceph's programs; .ci/run installs them")
-    directory = tmp_path / "ceph"
-    up = subprocess.run([CI / "ceph_up.sh", directory, "0"], check=True, capture_output=True, text=True, timeout=280)
-    try:
-        place = Place(*S3(up.stdout.splitlines()[-1]).place(), deadline_seconds=120).with_nbytes(LARGE)
-        assert place.save(1) is None
+def test_a_server_killed_and_restarted_during_a_save(kind_named: KindNamed) -> None:
+    server = kind_named("own_ceph")
+    place = Place(*server.place(), deadline_seconds=120).with_nbytes(LARGE)
+    assert place.save(1) is None
 
-        def save_often() -> None:
-            writer = place.writer()
-            for number in range(2, 12):
-                assert place.save(number, writer) is None
+    def save_often() -> None:
+        writer = place.writer()
+        for number in range(2, 12):
+            assert place.save(number, writer) is None
 
-        with ThreadPoolExecutor(1) as pool:
-            saving = pool.submit(save_often)
-            for _ in range(2):
-                time.sleep(1)
-                os.kill(int((directory / "run" / "client.rgw.pid").read_text()), signal.SIGKILL)
-                time.sleep(3)
-                environment = {**os.environ, "CEPH_CONF": str(directory / "ceph.conf")}
-                subprocess.run(["radosgw", "--name", "client.rgw"], env=environment, check=True, timeout=60)
-            assert not saving.done(), "the save was over before the server was killed"
-            saving.result(200)
-        assert place.loaded() == 11
-    finally:
-        subprocess.run([CI / "ceph_down.sh", directory], check=True, timeout=120)
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save_often)
+        for _ in range(2):
+            time.sleep(1)
+            server.kill()
+            time.sleep(3)
+            server.start()
+        assert not saving.done(), "the save was over before the server was killed"
+        saving.result(200)
+    assert place.loaded() == 11

@@ -6,7 +6,6 @@ Each state that the model allows is made in a directory, and loaded.
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint import CheckpointException
 from dcp_nvcomp import errors
 from tests.states import small_state
 
-from .disk_model import Recorder, Step, Tree, crash_states
+from .disk_model import Recorder, Step, Tree, crash_states, make_tree, read_tree
 from .intercept import intercept_system_calls
 from .small import save_in_order, what_loads
 
@@ -42,23 +41,6 @@ CASES = {
     "two files": Case("c", True, {"single_file_per_rank": False}),
     "not synced": Case("c", True, {"sync_files": False}),
 }
-
-
-def read_tree(root: Path) -> Tree:
-    found: Tree = {}
-    for entry in sorted(root.rglob("*")):
-        found[str(entry.relative_to(root))] = entry.read_bytes() if entry.is_file() else None
-    return found
-
-
-def make_tree(root: Path, tree: Tree) -> None:
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir()
-    for path, data in sorted(tree.items()):
-        if data is None:
-            (root / path).mkdir()
-        else:
-            (root / path).write_bytes(data)
 
 
 @dataclass

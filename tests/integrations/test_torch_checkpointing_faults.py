@@ -15,6 +15,7 @@ import pytest
 
 from dcp_nvcomp.errors import CheckpointError
 from tests.effort import sampled
+from tests.faults.disk_model import Recorder, crash_states, make_tree, read_tree
 from tests.faults.intercept import WRITING, Counted, Fault, FaultyCalls, intercept_system_calls
 from tests.integrations.launch import needs
 from tests.integrations.torch_checkpointing_storage import commit, get, state, storage_of
@@ -107,3 +108,28 @@ def test_each_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number
         is_there = check_after_failure(path, f"call {at}, {names[at]}")
         assert failed or is_there, f"call {at}, {names[at]}: a save that did not work succeeded"
         shutil.rmtree(path)
+
+
+@pytest.mark.ci
+def test_the_power_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library syncs nothing itself, so what is durable is what this storage makes so."""
+    disk = tmp_path / "disk"
+    commit(storage_of((str(disk), {})), "old", seed=7)
+    before, recorder = read_tree(disk), Recorder(disk)
+    with monkeypatch.context() as patch:
+        intercept_system_calls(patch.setattr, recorder)
+        commit(storage_of((str(disk), {})), seed=1)
+    found = {False: 0, True: 0}
+    for taken, tree in sampled(list(crash_states(before, recorder.steps)), 3):
+        make_tree(tmp_path / "after", tree)
+        reader = storage_of((str(tmp_path / "after"), {}))
+        where = f"after {taken} of {len(recorder.steps)} steps, the last of them {recorder.steps[max(taken - 1, 0)]}"
+        assert_same(get(reader, "old/model_0.pt"), state(7))
+        is_there = reader.exists(Path("step-1"))
+        if is_there:
+            for rank in range(2):
+                assert_same(get(reader, f"step-1/model_{rank}.pt"), state(1 + rank))
+            assert reader.read(Path("step-1/parts/config.json")) == b'{"a": 1}'
+        assert is_there or taken < len(recorder.steps), f"what was committed is not there {where}"
+        found[is_there] += 1
+    assert all(found.values())

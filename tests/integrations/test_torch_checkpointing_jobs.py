@@ -93,3 +93,11 @@ def test_other_ranks_and_placements(tmp_path: Path, saved: int, loaded: int) -> 
     start("torch_checkpointing", tmp_path, "save", ranks=saved)
     output = start("torch_checkpointing", tmp_path, "reshard", ranks=loaded)
     assert output.count("resharded exactly") == 2 * loaded
+
+
+@pytest.mark.slow
+def test_a_commit_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    """Of which the library tells rank 0 alone."""
+    output = start("torch_checkpointing", tmp_path, "refused")
+    assert "rank 0 is refused" in output and "rank 1 believes that it is saved" in output
+    assert output.count("what was committed is there") == 2

@@ -35,8 +35,21 @@ def test_killed_and_resumed(tmp_path: Path, store: str, request: pytest.FixtureR
     check_resumed(tmp_path, SAVED, LAST)
 
 
+@pytest.mark.slow
+@pytest.mark.s3
+@pytest.mark.parametrize("store", ["real_s3_store", "azure_store"])
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (4, 2), (2, 3)])
+def test_other_ranks_and_placements(
+    tmp_path: Path, store: str, saved: int, loaded: int, request: pytest.FixtureRequest
+) -> None:
+    place = list(map(json.dumps, request.getfixturevalue(store)))
+    start("torch_checkpointing", tmp_path, "save", *place, ranks=saved)
+    output = start("torch_checkpointing", tmp_path, "reshard", *place, ranks=loaded)
+    assert output.count("resharded exactly") == 2 * loaded
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["gcs", "azure"])
+@pytest.mark.parametrize("name", ["gcs", "azure", pytest.param("own_ceph", marks=[pytest.mark.slow, pytest.mark.s3])])
 def test_a_server_is_killed(name: str, kind_named: KindNamed, monkeypatch: pytest.MonkeyPatch) -> None:
     server = kind_named(name)
     place = server.place()

@@ -14,6 +14,8 @@ from torch import nn
 from dcp_nvcomp import errors, load_compressed_checkpoint, save, save_compressed_checkpoint
 from tests.checkpoints import data_file, flip
 from tests.conftest import S3Store
+from tests.faults.disk_model import Recorder, crash_states, make_tree, read_tree
+from tests.faults.intercept import intercept_system_calls
 from tests.states import assert_same
 
 
@@ -105,11 +107,28 @@ def test_states_that_are_nested_too_deeply(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_name_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[str] = []
-    monkeypatch.setattr("dcp_nvcomp.saving.lone_file.sync_directory", synced.append)
-    save_compressed_checkpoint({"w": torch.ones(3)}, tmp_path / "x")
-    assert synced == [str(tmp_path)]
+@pytest.mark.parametrize("old", [False, True], ids=["in new directories", "over an older file"])
+def test_the_power_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool) -> None:
+    disk, recorder = tmp_path / "disk", Recorder(tmp_path / "disk")
+    disk.mkdir()
+    if old:
+        (disk / "a").mkdir()
+        save_compressed_checkpoint({"w": torch.ones(300)}, disk / "a" / "x")
+    before = read_tree(disk)
+    with monkeypatch.context() as patch:
+        intercept_system_calls(patch.setattr, recorder)
+        save_compressed_checkpoint({"w": torch.zeros(300)}, disk / "a" / "x")
+    found = set()
+    for taken, tree in crash_states(before, recorder.steps):
+        make_tree(tmp_path / "after", tree)
+        value = None
+        if (tmp_path / "after" / "a" / "x").exists():
+            value = load_compressed_checkpoint(tmp_path / "after" / "a" / "x")["w"].sum().item()
+        assert value in ((0.0,) if taken == len(recorder.steps) else (300.0 if old else None, 0.0)), recorder.steps[
+            taken
+        ]
+        found.add(value)
+    assert len(found) == 2
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +142,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.M
     def failing(source: str, target: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", failing)
+    monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(errors.StorageError, match="No space left"):
         save_compressed_checkpoint({"w": torch.zeros(3)}, path)
     assert [file.name for file in tmp_path.iterdir()] == ["x"]

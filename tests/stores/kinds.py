@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import subprocess
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,8 @@ from tests.servers.sftp import SftpServer
 from tests.servers.smb import SmbServer
 from tests.servers.wire import Wire
 from tests.storage.plain import PROTOCOLS
+
+_CI: Final = Path(__file__).resolve().parents[2] / ".ci"
 
 
 class Directory(Kind):
@@ -109,12 +114,48 @@ class Moto(S3, Served):
         self._wire.hold(False)
 
 
-_SERVERS: Final[dict[str, type[Server]]] = {
+class OwnCeph(S3, Served):
+    """A Ceph that is not shared with other tests, so its gateway may be killed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory / "ceph"
+        command = [_CI / "ceph_up.sh", self._directory, "0"]
+        up = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280)
+        super().__init__(up.stdout.splitlines()[-1])
+
+    @staticmethod
+    def missing() -> str | None:
+        """Say what this machine lacks for it."""
+        is_here = "DCP_NVCOMP_TEST_S3" in os.environ and shutil.which("radosgw") is not None
+        return None if is_here else "needs Ceph's programs; .ci/run installs them"
+
+    def stop(self) -> None:
+        subprocess.run([_CI / "ceph_down.sh", self._directory], check=True, timeout=120)
+
+    def _signal(self, number: signal.Signals) -> None:
+        os.kill(int((self._directory / "run" / "client.rgw.pid").read_text()), number)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def start(self) -> None:
+        environment = {**os.environ, "CEPH_CONF": str(self._directory / "ceph.conf")}
+        subprocess.run(["radosgw", "--name", "client.rgw"], env=environment, check=True, timeout=60)
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+
+_SERVERS: Final[dict[str, type[Server | OwnCeph]]] = {
     "azure": AzuriteServer,
     "gcs": GcsServer,
     "sftp": SftpServer,
     "smb": SmbServer,
     "ftp": FtpServer,
+    "own_ceph": OwnCeph,
 }
 # Named by the environment: a variable, what it names, and how it is opened.
 _NAMED: Final[dict[str, tuple[str, str, Callable[[str], Kind]]]] = {
@@ -156,7 +197,8 @@ def open_kind(name: str, request: pytest.FixtureRequest, directory: Path) -> Kin
         if missing:
             pytest.skip(missing)
         server = _SERVERS[name](directory)
-        server.start()
+        if isinstance(server, Server):
+            server.start()
         return server
     if name in _NAMED:
         variable, what, opened = _NAMED[name]

@@ -1,7 +1,8 @@
 """torch_checkpointing's manager through our storage: FSDP2, saved, killed and resumed; and resharded loads.
 
 train: the process that writes is killed in the last save, then all ranks are. save, reshard: a matrix by rows, loaded
-by rows and by columns on other ranks. Options: the path and the options of a storage, as JSON; else a directory.
+by rows and by columns on other ranks. refused: another job commits first. Options: the path and the options of a
+storage, as JSON; else a directory.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +25,10 @@ from torch_checkpointing.metadata_manager import DefaultMetadataManager
 from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.staging import CheckpointStagerConfig
 
-from dcp_nvcomp.integrations.torch_checkpointing import NvcompStorageConfig
+from dcp_nvcomp.errors import CheckpointExistsError
+from dcp_nvcomp.integrations.torch_checkpointing import NvcompStorage, NvcompStorageConfig
 from tests.integrations.jobs.common import Job, Sharded
+from tests.integrations.torch_checkpointing_storage import put
 
 SAVED, LAST = 3, 5
 ROWS, COLUMNS = 600, 500
@@ -37,12 +41,36 @@ def _gather(self: DefaultMetadataManager, data: Any, process_group: Any = None) 
     return dict(enumerate(everyones))
 
 
-def _manager(job: Job, **items: ItemSpec) -> CheckpointManager:
+class _LateStorage(NvcompStorage):
+    """A storage that finds, when it commits, that another job has."""
+
+    def rename(
+        self, src_path: Path, dst_path: Path, is_directory: bool = False, background_cleanup: bool = False
+    ) -> None:
+        other = self._config.other.create_storage()
+        for rank in range(2):
+            put(other, f"{src_path}/model_{rank}.pt", {"w": torch.full((300, 200), 7.0)})
+        other.rename(src_path, dst_path, is_directory=True)
+        super().rename(src_path, dst_path, is_directory=True)
+
+
+class _LateConfig(NvcompStorageConfig):
+    """The config of `_LateStorage`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.other = NvcompStorageConfig(*arguments, **options)
+
+    def create_storage(self) -> NvcompStorage:
+        return _LateStorage(self)
+
+
+def _manager(job: Job, config: type[NvcompStorageConfig] = NvcompStorageConfig, **items: ItemSpec) -> CheckpointManager:
     staging = CheckpointStagerConfig(use_pinned_memory=False, use_non_blocking_copy=False)
     path, options = map(json.loads, job.options) if job.options else (job.directory / "run", {})
     return CheckpointManager(
         CheckpointManager.Config(
-            storage_config=NvcompStorageConfig(path, storage_options=options),
+            storage_config=config(path, storage_options=options),
             save=AsyncCheckpointSaverConfig(staging_config=staging),
             items=items,
         )
@@ -110,12 +138,32 @@ def _reshard(job: Job) -> None:
     manager.close()
 
 
+def _refused(job: Job) -> None:
+    future = _manager(job, _LateConfig).save("step-1", {"model": {"w": torch.zeros(300, 200)}})
+    assert future is not None
+    try:
+        future.result()
+    except CheckpointExistsError:
+        print(f"rank {job.rank} is refused", flush=True)
+    else:
+        print(f"rank {job.rank} believes that it is saved", flush=True)
+    dist.barrier()
+    manager = _manager(job)
+    into = {"model": {"w": torch.zeros(300, 200)}}
+    loaded = manager.load("step-1", into=into)["model"]["w"]
+    assert torch.equal(loaded, torch.full((300, 200), 7.0))
+    print("what was committed is there", flush=True)
+    manager.close()
+
+
 def main() -> None:
     job = Job()
     dist.init_process_group("gloo")
     DefaultMetadataManager._all_gather_pickled_data = _gather
     if job.how in ("save", "reshard"):
         _reshard(job)
+    elif job.how == "refused":
+        _refused(job)
     else:
         _train(job)
     dist.destroy_process_group()
