@@ -23,7 +23,7 @@ from dcp_nvcomp.conversion.checkpoints import (
 from dcp_nvcomp.conversion.entries import Source, TensorEntry, check_no_overlap, selected, stamps
 from dcp_nvcomp.conversion.safetensors import SafetensorsSource, write_safetensors
 from dcp_nvcomp.conversion.safetensors_format import is_name_of_model
-from dcp_nvcomp.conversion.torch_files import TorchFileSource, write_torch
+from dcp_nvcomp.conversion.torch_files import CompressedFileSource, TorchFileSource, write_torch
 from dcp_nvcomp.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_nvcomp.format.recognition import TORCH_SUFFIXES, recognize
 from dcp_nvcomp.options import check_choice
@@ -77,8 +77,8 @@ def convert(
     Objects are not loaded on the way to a checkpoint: one that would run code gets there as it is.
 
     Args:
-        source: a checkpoint of this package or of stock DCP, a file of `torch.save`, or a safetensors file or directory
-            of them: a local path or any fsspec URL.
+        source: a checkpoint of this package or of stock DCP, a file of `torch.save` or of
+            `save_compressed_checkpoint`, or a safetensors file or directory of them: a local path or any fsspec URL.
         destination: a directory, or for `torch` and a single safetensors file a file: a path or URL.
         to: the format to write; by default what the destination's suffix says, else `"dcp-nvcomp"`.
         prefix: convert only keys that begin with it, such as `"model."`, and cut it off.
@@ -204,6 +204,8 @@ def _open(path: str, options: dict[str, Any]) -> Source:
         return SafetensorsSource(path, **options)
     if found.kind in ("torch file", "old torch file") or (found.kind == "other file" and path.endswith(TORCH_SUFFIXES)):
         return TorchFileSource(path, **options)
+    if found.kind == "one file":
+        return CompressedFileSource(path, **options)
     if found.kind in ("nothing", "incomplete"):
         nothing = "There is nothing to convert: no checkpoint, no safetensors files, no file of torch.save."
         raise CheckpointNotFoundError(nothing, path=without_secrets(path))

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from dcp_nvcomp.calls.values import flatten, nested
 from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, exists_already, paths_in_order
@@ -30,6 +31,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.recognition import linked_to
 from dcp_nvcomp.loading.safe_objects import allowed_globals, check_file, what_it_needs
+from dcp_nvcomp.one_file import load_compressed_checkpoint
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem, OutputStream
@@ -105,6 +107,22 @@ class TorchFileSource(Source):
         if self._temporary is not None:
             os.unlink(self._temporary)
             self._temporary = None
+
+
+class CompressedFileSource(TorchFileSource):
+    """A file of `save_compressed_checkpoint`, or what torch.save wrote as a compressed stream."""
+
+    def __init__(self, path: str, **storage_options: Any) -> None:
+        self.path, self.files, self._temporary = without_secrets(path), [linked_to(path)], None
+        self._state = load_compressed_checkpoint(path, **storage_options)
+        memories: dict[int, int] = {}  # by address: what is expanded is in memory once
+        tree_map_only(torch.Tensor, lambda one: memories.update(_memory(one)), self._state)
+        self._nbytes = sum(memories.values())
+
+
+def _memory(tensor: torch.Tensor) -> dict[int, int]:
+    storage = tensor.untyped_storage()
+    return {storage.data_ptr(): storage.nbytes()}
 
 
 def _fetched(filesystem: Filesystem, name: str, nbytes: int) -> str:

@@ -138,7 +138,7 @@ def _of_file(beside: Filesystem, name: str, nbytes: int) -> Found:
         what = None if data_file_rank(name) is not None else _what_stands_alone(beside, name, nbytes)
         if what is None:
             return _part(beside, "a data file")
-        return Found("one file", what, "`load_compressed_checkpoint` reads it")
+        return Found("one file", what, f"`load_compressed_checkpoint` reads it, and {_CONVERTS} it")
     if data_file_rank(name) is not None:
         return _part(beside, "a data file")
     if _is_torch_zip(head):

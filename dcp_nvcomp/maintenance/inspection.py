@@ -18,19 +18,26 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_nvcomp.calls.tables import Column, Shown, Table, counted, left
 from dcp_nvcomp.engines.tensors import dtype_name
-from dcp_nvcomp.errors import FileMismatchError, MetadataError, StorageError
+from dcp_nvcomp.errors import CheckpointNotFoundError, FileMismatchError, MetadataError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StockItem, StoredAt
 from dcp_nvcomp.format.names import shared_directories
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, Record
 from dcp_nvcomp.loading.reader import NvcompReader
+from dcp_nvcomp.maintenance.lone_files import lone_file
 from dcp_nvcomp.maintenance.opening import as_json, checked_storage_options, natural_order, opened
 from dcp_nvcomp.saving.stats import Totals, table_of_totals
 from dcp_nvcomp.storage.base import BESIDE, Filesystem
 
 LAYOUT_OURS = "dcp_nvcomp"
 LAYOUT_STOCK = "stock"
+LAYOUT_FILE = "one file"
+_WHOSE = {
+    LAYOUT_OURS: "a dcp-nvcomp checkpoint",
+    LAYOUT_STOCK: "a stock DCP checkpoint",
+    LAYOUT_FILE: "a compressed file",
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Inspection(Shown):
 
     Attributes:
         path: the checkpoint.
-        layout: `dcp_nvcomp`, or `stock` for one that stock DCP wrote.
+        layout: `dcp_nvcomp`, `stock` for one that stock DCP wrote, or `one file`.
         save_id: id of the save, where there is one.
         items: the keys, in natural order.
         files: the data files that they are in, by name; `../step-900/...` are shared with a checkpoint beside it.
@@ -113,13 +120,12 @@ class Inspection(Shown):
     @property
     def headline(self) -> str:
         """What it is, and its sizes, in a line."""
-        whose = "a stock DCP checkpoint" if self.layout == LAYOUT_STOCK else "a dcp-nvcomp checkpoint"
         own = sum(not file.name.startswith(BESIDE) for file in self.files)
         shares = ""
         if self.shared:
             shares = f" and {decimal(self.shared_nbytes)} that it shares with {', '.join(self.shared)}"
         return (
-            f"{self.path} is {whose}: {decimal(self.totals.uncompressed_nbytes)} in "
+            f"{self.path} is {_WHOSE[self.layout]}: {decimal(self.totals.uncompressed_nbytes)} in "
             f"{counted(own, 'data file')} of {decimal(self.file_nbytes)}{shares}, ratio {self.ratio:.3f}"
         )
 
@@ -205,7 +211,7 @@ def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] 
     """Return the contents of a checkpoint. Reads its metadata and footers only.
 
     Args:
-        path: a local path or any fsspec URL.
+        path: a local path or any fsspec URL: of a checkpoint, or of a file that `load_compressed_checkpoint` reads.
         storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
 
     Returns:
@@ -216,7 +222,13 @@ def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] 
         CheckpointNotFoundError: there is no checkpoint.
         CheckpointError: it can't be read, or contradicts itself.
     """
-    metadata = NvcompReader(path, **checked_storage_options(storage_options)).read_metadata()
+    try:
+        metadata = NvcompReader(path, **checked_storage_options(storage_options)).read_metadata()
+    except CheckpointNotFoundError:
+        with opened(path, storage_options) as filesystem, lone_file(filesystem) as alone:
+            if alone is None:
+                raise
+            return replace(_inspect(alone.filesystem, alone.metadata), path=alone.path, layout=LAYOUT_FILE)
     with opened(path, storage_options) as filesystem:
         return _inspect(filesystem, metadata)
 

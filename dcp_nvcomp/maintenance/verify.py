@@ -12,13 +12,20 @@ import posixpath
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, MetadataError, StorageError, UnsafeObjectError
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    MetadataError,
+    StorageError,
+    UnsafeObjectError,
+)
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.rank_metadata import merge_rank_metadata
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_current, read_roots
@@ -49,6 +56,7 @@ from dcp_nvcomp.maintenance.checks import (
     spans_of,
 )
 from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK
+from dcp_nvcomp.maintenance.lone_files import lone_file
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.options import check_thread_count
 from dcp_nvcomp.storage.base import BESIDE, Filesystem
@@ -80,7 +88,7 @@ def verify(
     Each thread holds one read of 8 MiB or one block, and with `full` a decoded block.
 
     Args:
-        path: a local path or any fsspec URL.
+        path: a local path or any fsspec URL: of a checkpoint, or of a file that `load_compressed_checkpoint` reads.
         full: whether every block is decoded too, on the CPU, and its decoded bytes checked. What only a GPU can decode
             is counted in `undecoded_blocks`; its stored bytes are checked.
         storage_options: for the fsspec filesystem, such as `endpoint_url` and `key` for S3.
@@ -99,9 +107,17 @@ def verify(
     """
     threads = check_thread_count(thread_count)
     with opened(path, storage_options) as filesystem:
-        roots = _roots(filesystem)
+        threads = max(threads, filesystem.parallel_reads)
         try:
-            return _verify(filesystem, roots, full, max(threads, filesystem.parallel_reads), progress)
+            roots = _roots(filesystem)
+        except CheckpointNotFoundError:
+            with lone_file(filesystem) as alone:
+                if alone is None:
+                    raise
+                roots = [Root(alone.file.name, b"", alone.metadata)]
+                return replace(_verify(alone.filesystem, roots, full, threads, progress), path=alone.path)
+        try:
+            return _verify(filesystem, roots, full, threads, progress)
         finally:
             _check_not_replaced(filesystem, roots)
 
@@ -227,7 +243,7 @@ def _try_open(filesystem: Filesystem, file: DataFileRef) -> CheckedFile | Findin
 def _check_whole(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding]:
     """Check that every shard is stored, and all of every tensor."""
     metadata: Metadata = roots[0].metadata
-    if roots[0].name != METADATA_NAME:
+    if rank_of_metadata_name(roots[0].name) is not None:
         parts = {rank: root.metadata for root in roots if (rank := rank_of_metadata_name(root.name)) is not None}
         try:
             metadata = merge_rank_metadata(parts, path=filesystem.path)
