@@ -18,7 +18,7 @@ from deepspeed.utils import logger
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.integrations.deepspeed import NvcompCheckpointEngine
-from dcp_nvcomp.saving import lone_file
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.integrations.jobs.common import Job, batch, net
 
 SAVED, LAST = 3, 5
@@ -65,12 +65,12 @@ def main() -> None:
         return
     if "plain" in more:
         job.die()
-    with patch.object(lone_file, "_replace", fails if job.rank else lone_file._replace):
+    with patch.object(PosixFilesystem, "rename", fails if job.rank else PosixFilesystem.rename):
         try:
             engine.save_checkpoint(run)
         except CheckpointError as error:
             job.note("failed", LAST, "no space" in str(error))
-    with patch.object(lone_file, "_replace", dies if job.rank else lone_file._replace):
+    with patch.object(PosixFilesystem, "rename", dies if job.rank else PosixFilesystem.rename):
         engine.save_checkpoint(run)
 
 
