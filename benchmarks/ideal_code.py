@@ -1,11 +1,12 @@
 """How small float32 tensors get if their exponents, predicted or not, are coded by an ideal code, or a prefix code.
 
-The bound that the sizes of `benchmarks rowcol` are held against. It is generous: what a real code adds is left out.
+The bounds that the sizes of `benchmarks rowcol` are held against, for blocks and slices as this package cuts them. They
+are generous: what a real code adds is left out.
 
-- Each block of 1 MiB has its own code, which costs nothing. An ideal one takes the entropy of its symbols: parts of
-  bits. A prefix code, as literals of zstd and deflate have it, takes whole ones.
+- Each slice has a code of its own, which costs nothing. An ideal one takes the entropy of its symbols: parts of bits. A
+  prefix code, as literals of zstd and deflate have it, takes whole ones.
 - A symbol is the exponent, or, if that comes to less, the exponent and three bits of the mantissa beside what the
-  float's row and column predict. The vectors cost what such a code takes for their values, in eighths of an octave.
+  float's row and column predict. The vectors, of each block, cost what such a code takes for their values.
 - Zeros cost nothing, wherever they are. Signs cost nothing where all are the same. All other bits are as they are.
 """
 
@@ -19,12 +20,13 @@ import numpy.typing as npt
 from torch import Tensor
 
 from dcp_nvcomp.codecs.choose import columns_of
+from dcp_nvcomp.codecs.coders import DEFAULT_SLICE_NBYTES
+from dcp_nvcomp.format.block_grid import box_grid
 
 __all__ = ["entropy_bits", "least_nbytes", "prefix_bits"]
 
 Cost = Callable[[npt.NDArray[np.generic]], float]  # of all symbols together, in bits
 
-_BLOCK_FLOATS = 1 << 18
 _EXPONENT_SHIFT, _SYMBOL_SHIFT = 23, 20
 
 
@@ -36,11 +38,10 @@ def least_nbytes(tensor: Tensor, cost: Cost) -> float:
         >>> least_nbytes(torch.zeros(64, 64), entropy_bits), least_nbytes(torch.ones(8), entropy_bits)
         (0.0, 23.0)
     """
-    columns = columns_of(tensor.shape)
-    matrix = tensor.detach().numpy().view(np.int32).reshape(-1, columns or tensor.numel())
-    rows = max(1, _BLOCK_FLOATS // matrix.shape[1])
-    blocks = [matrix[at : at + rows] for at in range(0, len(matrix), rows)]
-    return sum(_block_bits(block, cost, predict=bool(columns)) for block in blocks) / 8
+    values = tensor.detach().numpy().view(np.int32)
+    grid = box_grid(tuple(tensor.shape), tensor.itemsize)
+    blocks = [values[box.index] for box in map(grid.box, range(grid.block_count))]
+    return sum(_block_bits(block.reshape(-1, columns_of(block.shape) or block.size), cost) for block in blocks) / 8
 
 
 def entropy_bits(symbols: npt.NDArray[np.generic]) -> float:
@@ -66,18 +67,24 @@ def prefix_bits(symbols: npt.NDArray[np.generic]) -> float:
     return float(bits)
 
 
-def _block_bits(block: npt.NDArray[np.int32], cost: Cost, *, predict: bool) -> float:
+def _block_bits(block: npt.NDArray[np.int32], cost: Cost) -> float:
     magnitudes = block.astype(np.int64) & 0x7FFFFFFF
     others = magnitudes != 0
     count = int(others.sum())
     negative = int((block[others] < 0).sum())
-    exponents = magnitudes[others] >> _EXPONENT_SHIFT
-    bits = [cost(exponents) + _EXPONENT_SHIFT * count]
-    if predict and count:
+    bits = [_slices_bits(magnitudes >> _EXPONENT_SHIFT, others, cost) + _EXPONENT_SHIFT * count]
+    if len(block) > 1 and count:
         row, column = _rows_and_columns(magnitudes / (1 << _SYMBOL_SHIFT), others)
         symbols = (magnitudes >> _SYMBOL_SHIFT) - row - column
-        bits.append(cost(symbols[others]) + _SYMBOL_SHIFT * count + cost(row) + cost(column))
+        bits.append(_slices_bits(symbols, others, cost) + _SYMBOL_SHIFT * count + cost(row) + cost(column))
     return min(bits) + (count if 0 < negative < count else 0)
+
+
+def _slices_bits(symbols: npt.NDArray[np.int64], others: npt.NDArray[np.bool_], cost: Cost) -> float:
+    symbols, others = symbols.ravel(), others.ravel()
+    starts = range(0, symbols.size, DEFAULT_SLICE_NBYTES)
+    slices = [slice(start, start + DEFAULT_SLICE_NBYTES) for start in starts]
+    return sum(cost(symbols[part][others[part]]) for part in slices)
 
 
 def _rows_and_columns(

@@ -87,7 +87,7 @@ def _add_sizes(report: Report, states: dict[str, State], real: State) -> None:
 def _add_limits(report: Report, states: dict[str, State]) -> None:
     table = report.table(
         "limits",
-        "What is gained, and what no code of single floats predicted from rows and columns gains more than",
+        "What is gained, and what no code of symbols gains more than, in these blocks and slices",
         state=("state", ""),
         part=("part", ""),
         gain=("with", ".4f"),

@@ -120,8 +120,14 @@ def load_compressed_checkpoint(
         if any(record.fqn == STREAM_KEY for record in footer.records):
             index = StreamIndex.read(filesystem, file, reader.load_options)
             with StreamReader(filesystem, index, reader.load_options) as stream:
-                state = reader.load_options.safe.load_object(io.BytesIO(stream.readall()), STREAM_KEY)
-            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
+                data = stream.readall()
+            if not data.startswith(b"PK"):
+                raise FormatError("What was compressed here is no file of torch.save.", path=footer.path)
+            state = reader.load_options.safe.load_object(io.BytesIO(data), STREAM_KEY)
+            try:
+                return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), state)
+            except RecursionError:
+                raise CheckpointError("The state is nested too deeply, or contains itself.", path=footer.path) from None
         tensors, skeleton = _read(filesystem, reader, file, footer, torch.device(device))
     except (CheckpointNotFoundError, FormatError) as error:
         _say_what_it_is(filesystem, os.fspath(path), error)

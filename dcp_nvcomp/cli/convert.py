@@ -27,7 +27,10 @@ class Format(str, Enum):
 
 Source = Annotated[
     str,
-    Argument(metavar="SRC", help="A checkpoint of this package or of stock DCP, a file of torch.save, or safetensors."),
+    Argument(
+        metavar="SRC",
+        help="A checkpoint of this package or of stock DCP, a file of torch.save, compressed or not, or safetensors.",
+    ),
 ]
 Destination = Annotated[str, Argument(metavar="DST", help="A directory, or a file for torch and safetensors.")]
 To = Annotated[Format | None, Option("--to", help="By default what the suffix of DST says, else dcp-nvcomp.")]

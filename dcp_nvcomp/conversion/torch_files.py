@@ -1,4 +1,4 @@
-"""Files of `torch.save`, loaded with `weights_only=True` and mapped into memory.
+"""Files of `torch.save`, loaded with `weights_only=True` and mapped into memory; compressed ones are loaded whole.
 
 `torch.save` takes the whole state at once, so to be written all of it has to be in memory.
 """
@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from dcp_nvcomp.calls.values import flatten, nested
 from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, exists_already, paths_in_order
@@ -97,8 +97,8 @@ class TorchFileSource(Source):
             return
         largest = max(entries, key=lambda entry: entry.nbytes)
         raise CheckpointError(
-            f"The file has {self._nbytes} bytes, and its tensors would have {total_nbytes}, this one {largest.nbytes}: "
-            "their elements overlap in memory, as expand makes them. Save what they were expanded from.",
+            f"It has {self._nbytes} bytes, and its tensors would have {total_nbytes}, this one {largest.nbytes}: their "
+            "elements overlap in memory, as expand makes them. Save what they were expanded from.",
             path=self.path,
             fqn=largest.key,
         )
@@ -114,15 +114,16 @@ class CompressedFileSource(TorchFileSource):
 
     def __init__(self, path: str, **storage_options: Any) -> None:
         self.path, self.files, self._temporary = without_secrets(path), [linked_to(path)], None
-        self._state = load_compressed_checkpoint(path, **storage_options)
-        memories: dict[int, int] = {}  # by address: what is expanded is in memory once
-        tree_map_only(torch.Tensor, lambda one: memories.update(_memory(one)), self._state)
-        self._nbytes = sum(memories.values())
-
-
-def _memory(tensor: torch.Tensor) -> dict[int, int]:
-    storage = tensor.untyped_storage()
-    return {storage.data_ptr(): storage.nbytes()}
+        try:
+            self._state = load_compressed_checkpoint(path, **storage_options)
+        except UnsafeObjectError as error:
+            raise UnsafeObjectError(f"The file needs a class that is not allowed. {_ADVICE}", path=self.path) from error
+        except CheckpointError as error:
+            error.path = error.path or self.path
+            raise
+        tensors = [one for one in tree_leaves(self._state) if isinstance(one, torch.Tensor)]
+        memories = [one.untyped_storage() for one in tensors if one.layout == torch.strided]
+        self._nbytes = sum({one.data_ptr(): one.nbytes() for one in memories}.values())  # once, where it is shared
 
 
 def _fetched(filesystem: Filesystem, name: str, nbytes: int) -> str:

@@ -114,6 +114,14 @@ def recognize(filesystem: Filesystem) -> Found:
         return _of_file(*file)
 
 
+def stands_alone(beside: Filesystem, name: str, nbytes: int) -> bool:
+    """Return True if a file is one that `load_compressed_checkpoint` reads, damaged or not."""
+    try:
+        return _of_file(beside, name, nbytes).kind == "one file"
+    except CheckpointError:
+        return False
+
+
 def refused(
     filesystem: Filesystem, wanted: str = "a checkpoint", *, but: Collection[Kind] = ()
 ) -> CheckpointNotFoundError | None:

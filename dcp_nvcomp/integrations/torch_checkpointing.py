@@ -28,6 +28,7 @@ from urllib.parse import quote, unquote
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 from torch.utils.serialization import config as serialization_config
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
@@ -213,7 +214,7 @@ class NvcompStorage(Storage):
             index = self._indexes.get((directory, file))
             if index is None:
                 index = StreamIndex.read(filesystem, file, self._load_options)
-                if len(self._indexes) == _REMEMBERED:
+                if len(self._indexes) >= _REMEMBERED:
                     self._indexes.clear()
                 if len(index.literals) <= _REMEMBERED_NBYTES:
                     self._indexes[directory, file] = index
@@ -382,13 +383,16 @@ class _Stream(StreamWriter):
     """A stream to which torch.save writes without CRCs of its own: blocks have theirs, which reads compare."""
 
     def __enter__(self) -> StreamWriter:
-        self._saving = ExitStack()  # of this thread alone, as torch's documentation of `patch` says
-        self._saving.enter_context(serialization_config.patch("save.compute_crc32", False))  # type: ignore[attr-defined]
+        self._saving = ExitStack()
+        if TorchVersion(torch.__version__) >= "2.12":  # before, this was for all threads
+            self._saving.enter_context(serialization_config.patch("save.compute_crc32", False))  # type: ignore[attr-defined]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._saving.close()
-        super().__exit__(*error)
+        try:
+            self._saving.close()
+        finally:
+            super().__exit__(*error)
 
 
 def _nbytes(filesystem: Filesystem, name: str) -> int:

@@ -228,7 +228,8 @@ def inspect(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] 
         with opened(path, storage_options) as filesystem, lone_file(filesystem) as alone:
             if alone is None:
                 raise
-            return replace(_inspect(alone.filesystem, alone.metadata), path=alone.path, layout=LAYOUT_FILE)
+            _, metadata = alone.read_metadata()
+            return replace(_inspect(alone.filesystem, metadata), path=filesystem.path, layout=LAYOUT_FILE)
     with opened(path, storage_options) as filesystem:
         return _inspect(filesystem, metadata)
 

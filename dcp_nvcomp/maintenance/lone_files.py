@@ -18,39 +18,52 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_nvcomp.engines.tensors import torch_dtype
+from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.data_file import DataFileRef, find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.metadata.shards import StoredAt
-from dcp_nvcomp.format.recognition import file_at, recognize
+from dcp_nvcomp.format.recognition import file_at, stands_alone
 from dcp_nvcomp.format.record import KIND_TENSOR
 from dcp_nvcomp.storage.base import Filesystem
 
 
 @dataclass(frozen=True)
 class LoneFile:
-    """A file that is open, and what `.metadata` would say of it."""
+    """A file that is there, and the directory that it is in."""
 
-    filesystem: Filesystem  # the directory that it is in
-    path: str
-    file: DataFileRef
-    metadata: Metadata
+    filesystem: Filesystem
+    name: str
+    nbytes: int
+
+    def read_metadata(self) -> tuple[DataFileRef, Metadata]:
+        """Return how `.metadata` would name it, and what it would say of it.
+
+        Raises:
+            CheckpointError: the footer can't be read.
+        """
+        file = find_data_file(self.filesystem, self.name, self.nbytes)
+        return file, _metadata(file, read_footer(self.filesystem, file))
+
+    def is_still(self, file: DataFileRef) -> bool:
+        """Return False if it is known to be another one, or gone, by now."""
+        try:
+            nbytes = self.filesystem.file_nbytes(self.name)
+            return nbytes is not None and find_data_file(self.filesystem, self.name, nbytes) == file
+        except CheckpointError:
+            return True
 
 
 @contextlib.contextmanager
 def lone_file(at_path: Filesystem) -> Iterator[LoneFile | None]:
-    """Open the file that a path leads to, for a `with` statement; None if no such file is there.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    found = file_at(at_path) if recognize(at_path).kind == "one file" else None
+    """Open the file that a path leads to, for a `with` statement; None if no such file can be seen there."""
+    found = None
+    with contextlib.suppress(CheckpointError):  # there is a first error to raise
+        found = file_at(at_path)
     if found is None:
         yield None
         return
-    beside, name, nbytes = found
-    with contextlib.closing(beside):
-        file = find_data_file(beside, name, nbytes)
-        yield LoneFile(beside, beside.location(name), file, _metadata(file, read_footer(beside, file)))
+    with contextlib.closing(found[0]):
+        yield LoneFile(*found) if stands_alone(*found) else None
 
 
 def _metadata(file: DataFileRef, footer: Footer) -> Metadata:

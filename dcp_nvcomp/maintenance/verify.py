@@ -22,6 +22,8 @@ from dcp_nvcomp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
+    CorruptDataError,
+    FormatError,
     MetadataError,
     StorageError,
     UnsafeObjectError,
@@ -55,8 +57,8 @@ from dcp_nvcomp.maintenance.checks import (
     open_file,
     spans_of,
 )
-from dcp_nvcomp.maintenance.inspection import LAYOUT_OURS, LAYOUT_STOCK
-from dcp_nvcomp.maintenance.lone_files import lone_file
+from dcp_nvcomp.maintenance.inspection import LAYOUT_FILE, LAYOUT_OURS, LAYOUT_STOCK
+from dcp_nvcomp.maintenance.lone_files import LoneFile, lone_file
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.options import check_thread_count
 from dcp_nvcomp.storage.base import BESIDE, Filesystem
@@ -114,8 +116,8 @@ def verify(
             with lone_file(filesystem) as alone:
                 if alone is None:
                     raise
-                roots = [Root(alone.file.name, b"", alone.metadata)]
-                return replace(_verify(alone.filesystem, roots, full, threads, progress), path=alone.path)
+                found = _verify_alone(alone, full, threads, progress)
+                return replace(found, path=filesystem.path, layout=LAYOUT_FILE)
         try:
             return _verify(filesystem, roots, full, threads, progress)
         finally:
@@ -127,6 +129,19 @@ def _roots(filesystem: Filesystem) -> list[Root]:
     if filesystem.file_nbytes(METADATA_NAME) is not None:
         return [read_current(filesystem)]
     return read_roots(filesystem, filesystem.list_names())
+
+
+def _verify_alone(alone: LoneFile, full: bool, threads: int, progress: Progress | None) -> Verification:
+    path = alone.filesystem.location(alone.name)
+    try:
+        file, metadata = alone.read_metadata()
+    except (FormatError, CorruptDataError) as error:
+        return Verification(path, LAYOUT_FILE, None, full, 1, alone.nbytes, 0, 0, (finding_of(error, alone.name),))
+    try:
+        return _verify(alone.filesystem, [Root(alone.name, b"", metadata)], full, threads, progress)
+    finally:
+        if not alone.is_still(file):
+            raise CheckpointReplacedError("The file was replaced while it was verified: verify again.", path=path)
 
 
 def _check_not_replaced(filesystem: Filesystem, roots: Sequence[Root]) -> None:

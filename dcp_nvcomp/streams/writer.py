@@ -71,7 +71,7 @@ class StreamWriter:
         self._pieces, self._literals, self._nbytes = list[Piece](), bytearray(), 0
         self._is_closed = False
         self._written: Future[None] = Future()
-        # the file is written beside torch.save, which computes CRCs of its own
+        # the file is written beside torch.save, which may compute CRCs of its own
         save = partial(write_file, path, tensors, STREAM_KEY, partial(_taken, self._last), **writer_options)
         threading.Thread(target=_run, args=(save, self._written), name="dcp-stream").start()
 

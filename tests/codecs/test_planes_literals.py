@@ -237,7 +237,9 @@ def forged(random: np.random.Generator, block: EncodedBlock) -> tuple[bytes, int
     count = int(random.choice([len(sizes), len(sizes), len(sizes), random.integers(0, len(sizes)), 3 * len(sizes)]))
     sizes = (3 * sizes)[:count]
     flags = int(
-        random.choice([row.flags, row.flags, row.flags + 0x100, 0, 1, 2, 3, 4, 7, 0x304, 0xFFFFFF05, 0xFFFFFFFF])
+        random.choice(
+            [*2 * [row.flags], row.flags ^ 8, row.flags + 0x100, 0, 1, 2, 3, 4, 7, 8, 13, 0x304, 0xFFFFFF05, 0xFFFFFFFF]
+        )
     )
     sum_of_data = crc32c(bytes(data)) ^ int(random.integers(0, 8) == 0)
     return bytes(data), flags, tuple(sizes), sum_of_data, row.uncompressed_crc

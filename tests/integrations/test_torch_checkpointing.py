@@ -74,7 +74,9 @@ def test_a_checkpoint_is_there_once_it_is_committed(place: tuple[str, dict[str, 
     assert not reader.exists(Path("step-1")) and not storage_of(place).exists(Path("step-1"))
 
 
-def test_torch_saves_without_crcs_of_its_own_while_a_stream_is_open_and_only_then(tmp_path: Path) -> None:
+def test_torch_saves_without_crcs_of_its_own_while_a_stream_is_open_and_only_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks have theirs. Other threads, and whatever comes afterwards, are as they were."""
     storage, expected = storage_of((str(tmp_path), {})), state(0)
     with ThreadPoolExecutor() as other:
@@ -86,6 +88,10 @@ def test_torch_saves_without_crcs_of_its_own_while_a_stream_is_open_and_only_the
         with pytest.raises(KeyError), storage.get_write_stream(Path("failed.pt"), expected):
             raise KeyError
         assert torch.serialization.get_crc32_options()
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")  # where that setting was for the whole process
+    with storage.get_write_stream(Path("older.pt"), expected) as stream:
+        assert torch.serialization.get_crc32_options()
+        torch.save(expected, stream)
     assert_same(torch.load(io.BytesIO(storage.read(Path("saved.pt")))), expected)
     assert_same(load_compressed_checkpoint(tmp_path / "saved.pt"), expected)
 
