@@ -8,7 +8,7 @@ from dcp_nvcomp.codecs.base import U8
 
 __all__ = ["HOSTILE", "KINDS", "floats_of", "hostile"]
 
-KINDS = ("moments", "signed", "negative", "escapes", "noise", "zero rows")
+KINDS = ("moments", "signed", "negative", "escapes", "escapes below", "noise", "zero rows")
 HOSTILE = ("NaN payloads", "infinities", "subnormals", "negative zeros", "zero rows", "extremes by column", "ones")
 
 
@@ -31,6 +31,8 @@ def floats_of(random: np.random.Generator, count: int, columns: int, width: int,
         values = -values
     elif kind == "escapes":
         values[random.random(count) < 0.004] *= 1e18
+    elif kind == "escapes below":  # by what a byte would still have room for
+        values[random.random(count) < 0.004] *= 2.0**-12
     elif kind == "zero rows":
         values[np.arange(count) // columns % 5 == 0] = 0
     return _bits(values, width)
