@@ -4,6 +4,7 @@
 save but the writing of its files, with `dcp_nvcomp.save` and with `dcp.save` and an `NvcompWriter`.
 `simulated`: what one of hundreds or thousands of ranks does, and their coordinator, each in one process, and what
 crosses the group: as DCP does it, with plans that the ranks compute, and with plans that they have kept.
+`connections`: sockets of the ranks (connections.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmarks.connections import connections
 from benchmarks.measuring import Settings, Spread, available_nbytes, paired
 from benchmarks.planning import plan_of, results_of
 from benchmarks.processes import Ranks, watch
@@ -54,6 +56,8 @@ def run(settings: Settings) -> Report:
         _ranks(report)
     if settings.wants("simulated"):
         _simulated(report)
+    if settings.wants("connections"):
+        connections(report)
     return report
 
 

@@ -1,30 +1,37 @@
 """Makes and caches process groups of our own, over gloo, of the ranks of a caller's group.
 
 torch makes groups of a part of the ranks (`use_local_synchronization`) under a name that comes from the ranks and from
-how many groups a process has. So names come again after a group was destroyed, when the store still has the addresses
-of the one before; and they differ between ranks that are in different numbers of groups, which then wait for each other
-for good. So groups are not destroyed but cached by their ranks until torch.distributed ends; the ranks use those that
-all of them have in their caches; and a new one has a name of its own, and is made beside groups of one rank on ranks
-that are in fewer groups than others.
+how many groups a process has, or, from 2.14 on, has made. So names come again after a group was destroyed, when the
+store still has the addresses of the one before; and they differ between ranks that are or were in different numbers of
+groups, which then wait for each other for good. So groups are not destroyed but cached by their ranks until
+torch.distributed ends; the ranks use those that all of them have in their caches; and a new one has a name of its own:
+
+    before 2.14     from the ranks, one of which is written as another text; made beside groups of one rank on ranks
+                    that are in fewer groups than others
+    from 2.14 on    from torch's count of groups, which is another number while one of ours is made. Afterwards it is
+                    what it was: groups that all ranks make later are named by it, also by ranks that made none here
 """
 
 from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResultYet
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.torch_version import TorchVersion
 
 from dcp_nvcomp.calls.ranks import Call, PerWorld, global_ranks, limit_of, meet, together
 
+_BY_COUNT: Final = TorchVersion(torch.__version__) >= "2.14"
 _MOST_LIMITS: Final = 2  # torch waits for several things one after the other when it makes a group
 
 
@@ -94,24 +101,40 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: timedelta) -> list[dist.ProcessGroup]:
     if not count:
         return []
+    names = [f"{offers[0].name}{number:02x}" for number in range(count)]
+    if _BY_COUNT:
+        return [_new_group(sorted(ranks), limit, int(name, 16)) for name in names]
     if len(ranks) == dist.get_world_size():  # torch numbers groups that all ranks make
         return [_new_group(None, limit) for _ in range(count)]
     most, own = max(one.registered for one in offers), dist.get_rank()
     beside = [_new_group([_NamedRank(own, uuid.uuid4().hex)], limit) for _ in range(most - _registered())]
     try:
         first, *others = sorted(ranks)
-        names = [f"{offers[0].name}-{number}" for number in range(count)]
         return [_new_group([_NamedRank(first, name), *others], limit) for name in names]
     finally:
         for group in beside:
             dist.destroy_process_group(group)
 
 
+@contextmanager
+def _counting_from(number: int | None) -> Iterator[None]:
+    """Let torch's count of groups be another number; None leaves it."""
+    world = distributed_c10d._world
+    before = world.group_count
+    if number is not None:
+        world.group_count = number
+    try:
+        yield
+    finally:
+        if number is not None:
+            world.group_count = before
+
+
 class _Making:
     """A group that torch makes on a thread of its own: where a rank dies meanwhile, torch may wait without a limit."""
 
-    def __init__(self, ranks: list[int] | None, limit: timedelta) -> None:
-        self._ranks, self._limit = ranks, limit
+    def __init__(self, ranks: list[int] | None, limit: timedelta, number: int | None) -> None:
+        self._ranks, self._limit, self._number = ranks, limit, number
         self._made: Future[dist.ProcessGroup] = Future()
         self._is_given_up = False
         self._lock = threading.Lock()
@@ -120,9 +143,10 @@ class _Making:
 
     def _make(self) -> None:
         try:
-            group = dist.new_group(
-                self._ranks, backend="gloo", timeout=self._limit, use_local_synchronization=self._ranks is not None
-            )
+            with _counting_from(self._number):
+                group = dist.new_group(
+                    self._ranks, backend="gloo", timeout=self._limit, use_local_synchronization=self._ranks is not None
+                )
         except BaseException as error:
             self._made.set_exception(error)
             return
@@ -153,11 +177,11 @@ class _Making:
 _stuck: PerWorld[list[_Making]] = PerWorld(list)
 
 
-def _new_group(ranks: list[int] | None, limit: timedelta) -> dist.ProcessGroup:
+def _new_group(ranks: list[int] | None, limit: timedelta, number: int | None = None) -> dist.ProcessGroup:
     # torch numbers groups: two that are made at a time could get each other's names
     if any(making.is_under_way for making in _stuck.get()):
         raise RuntimeError("torch still waits for a process group that another rank did not make.")
-    return _Making(ranks, limit).group()
+    return _Making(ranks, limit, number).group()
 
 
 class _NamedRank(int):

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.torch_version import TorchVersion
 
 from dcp_nvcomp.errors import ConfigurationError
 
@@ -23,8 +24,9 @@ Kind: TypeAlias = Literal["writer", "reader"]
 Maker: TypeAlias = Callable[[Kind, Any, Mapping[str, Any]], Any]
 
 _DCP = "torch.distributed.checkpoint"
-_WRITERS = (("filesystem", "FileSystemWriter"), ("_fsspec_filesystem", "FsspecWriter"))
-_READERS = (("filesystem", "FileSystemReader"), ("_fsspec_filesystem", "FsspecReader"))
+_FSSPEC = "fsspec_filesystem" if TorchVersion(torch.__version__) >= "2.15" else "_fsspec_filesystem"
+_WRITERS = (("filesystem", "FileSystemWriter"), (_FSSPEC, "FsspecWriter"))
+_READERS = (("filesystem", "FileSystemReader"), (_FSSPEC, "FsspecReader"))
 _EXECUTORS = (
     ("_async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor"),
     ("_async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"),

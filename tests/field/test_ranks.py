@@ -346,11 +346,11 @@ def test_a_group_of_a_world_that_is_gone(tmp_path: Path) -> None:
 
 
 def _groups_of_their_own(place: Path) -> None:
-    """Groups that their ranks alone make: torch names them by how many a process has, which differs here."""
+    """Groups that their ranks alone make: torch names them by how many a process has (made), which differs here."""
     rank = dist.get_rank()
     pair = [0, 1] if rank < 2 else [2, 3]
-    for number in range(3):
-        group = dist.new_group(pair, use_local_synchronization=True)
+    groups = [dist.new_group(pair, use_local_synchronization=True) for _ in range(3)]
+    for number, group in enumerate(groups):
         lonely = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
         with CheckpointManager(place / f"{pair[0]}-{number}", every=1, process_group=group) as manager:
             manager.save(1, _state())

@@ -99,7 +99,7 @@ def _name_of_keys(fqns: Collection[str]) -> str:
 
 
 def _as_stored(path: Path) -> _Stored:
-    return tuple([part if isinstance(part, str | int) else str(part) for part in path])
+    return tuple([part if isinstance(part, (str, int)) else str(part) for part in path])
 
 
 def _planner_data(metadata: Metadata) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ class ArrayPlan(GlobalPlan):
             self.planner_data = {key: merged.pop(key) for key in self._keys} | merged
         known = {
             id(layout): TensorShards(properties_of(layout.properties), layout.shape, layout.offsets, layout.sizes)
-            for layout in plan.layouts
+            for layout in {id(layout): layout for layout in plan.layouts}.values()  # a few for all keys
             if layout.shape is not None
         }
         self._tensors = [known.get(id(plan.layouts[key])) for key in self._order]

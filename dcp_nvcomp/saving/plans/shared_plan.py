@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from dcp_nvcomp.saving.derived import weight_fqn
 from dcp_nvcomp.saving.plans.balance import RECORD_NBYTES
 from dcp_nvcomp.saving.plans.layouts import Ints, IrregularError, Layout, layout_of, shards_of
 from dcp_nvcomp.saving.plans.structure import DTENSORS, OBJECTS, PLAIN, Part, Place
+
+_STRIDES: Final = 5  # where they are among a tensor's properties
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,33 +71,39 @@ class SharedPlan:
 
     def save_plan(self, rank: int) -> SavePlan:
         """Return the final plan of a rank."""
-        made: dict[int, tuple[int | None, TensorWriteData | None]] = {}  # of this rank, by the id of the layout
+        made: dict[tuple[int, int], _OwnShard | None] = {}  # by the ids of a key's layout and owners
         items = []
         for key in np.sort(np.concatenate([self.numbers[part] for part in self.parts_of[rank]])).tolist():
-            layout = self.layouts[key]
-            if id(layout) not in made:
+            layout, owners = self.layouts[key], self.owners[key]
+            ids = id(layout), id(owners)
+            if ids not in made:
                 shard = layout.shard_of(rank)
-                made[id(layout)] = shard, None if shard is None else _write_data(layout, shard)
-            shard, data = made[id(layout)]
-            if shard is None or self.owners[key][shard] != rank:
-                continue
-            fqn = self.keys[key]
-            if data is None:
-                items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
-                continue
-            index = MetadataIndex(fqn, data.chunk.offsets, int(self.hints[key][shard]))
-            kind = WriteItemType.SHARD if layout.is_dtensor else WriteItemType.TENSOR
-            items.append(WriteItem(index, kind, tensor_data=data))
+                writes = shard is not None and owners[shard] == rank
+                made[ids] = _own_shard(layout, shard, int(self.hints[key][shard])) if writes else None
+            own = made[ids]
+            if own is not None:
+                index = MetadataIndex(self.keys[key], own.offsets, own.hint)
+                items.append(WriteItem(index, own.type, tensor_data=own.data))
         return SavePlan(items)
 
 
-def _write_data(layout: Layout, shard: int) -> TensorWriteData | None:
+@dataclass(frozen=True)
+class _OwnShard:
+    """What the items of a rank have in common whose keys have the same shards, with the same owners."""
+
+    type: WriteItemType
+    offsets: torch.Size | None = None
+    hint: int | None = None
+    data: TensorWriteData | None = None
+
+
+def _own_shard(layout: Layout, shard: int, hint: int) -> _OwnShard:
     if layout.shape is None:
-        return None
+        return _OwnShard(WriteItemType.BYTE_IO)
     offsets, sizes = (torch.Size(values[shard].tolist()) for values in (layout.offsets, layout.sizes))
-    return TensorWriteData(
-        ChunkStorageMetadata(offsets, sizes), properties_of(layout.properties), torch.Size(layout.shape)
-    )
+    placed = ChunkStorageMetadata(offsets, sizes)
+    data = TensorWriteData(placed, properties_of(layout.properties), torch.Size(layout.shape))
+    return _OwnShard(WriteItemType.SHARD if layout.is_dtensor else WriteItemType.TENSOR, offsets, hint, data)
 
 
 def properties_of(state: tuple[Any, ...]) -> TensorProperties:
@@ -124,14 +132,11 @@ def plan_all(
     Raises:
         IrregularError: this is for DCP to plan, or to refuse.
     """
-    numbers_of: dict[str, int] = {}
-    described: list[list[tuple[int, int]]] = []  # of each key: part, and number of the kind in it
+    signatures: dict[str, tuple[tuple[int, int], ...]] = {}  # of each key: the parts it is in, and its kind in each
     for number, part in enumerate(parts):
+        of_kinds = [((number, kind),) for kind in range(len(part.distinct) or 1)]
         for key, kind in zip(part.keys, part.kinds or (0,) * len(part.keys), strict=True):
-            at = numbers_of.setdefault(key, len(described))
-            if at == len(described):
-                described.append([])
-            described[at].append((number, kind))
+            signatures[key] = signatures.get(key, ()) + of_kinds[kind]
     ranks_of, column_of = _ranks_of(parts_of, len(parts))
     known: dict[tuple[tuple[int, int], ...], Layout] = {}
     layouts = []
@@ -142,10 +147,11 @@ def plan_all(
         having = [rank for rank in ranks_of[number].tolist() if places[rank][mesh] is not None]
         return np.array(having, np.int64), np.array([places[rank][mesh] for rank in having], np.int64)
 
-    for signature in map(tuple, described):
+    for signature in signatures.values():
         if signature not in known:
             known[signature] = _layout(signature, parts, ranks_of, column_of, inside)
         layouts.append(known[signature])
+    numbers_of = {key: number for number, key in enumerate(signatures)}
     numbers = [np.array([numbers_of[key] for key in part.keys], np.int64) for part in parts]
     weights = _weights(numbers_of, layouts, derived)
     owners = _owners(layouts, len(parts_of), weights, lowest_rank=lowest_rank)
@@ -179,7 +185,10 @@ def _layout(
         return layout_of(None, (), is_dtensor=False, ranks=ranks, offsets=none, sizes=none)
     kinds = [parts[number].distinct[kind] for number, kind in signature]
     shape, properties = kinds[0].shape, kinds[0].properties
-    if any((kind.shape, kind.properties) != (shape, properties) for kind in kinds):
+    if len({kind.properties for kind in kinds}) > 1:
+        # the strides of shards, which torch notes from 2.15 on: DCP has those of one rank for the whole tensor
+        properties = (*properties[:_STRIDES], *[None] * len(properties[_STRIDES:]))
+    if any((kind.shape, kind.properties[:_STRIDES]) != (shape, properties[:_STRIDES]) for kind in kinds):
         raise IrregularError("Ranks have tensors of other shapes or dtypes under one key.")
     found = []
     for (number, _), kind in zip(signature, kinds, strict=True):

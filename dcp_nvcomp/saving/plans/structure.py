@@ -156,25 +156,25 @@ class Described:
 
 def described(structure: Structure, state: Mapping[str, Any]) -> Described | None:
     """Return what all ranks need to know of a structure; None if a shard of this rank is not what would follow."""
-    examples: dict[int, Any] = {}  # a value of each kind
+    examples: dict[int, str] = {}  # the key of a value of each kind
     for keys, kinds in zip(structure.keys, structure.kinds, strict=True):
-        for fqn, kind in zip(keys, kinds, strict=False):
-            if kind not in examples:
-                examples[kind] = state[fqn]
-    known = [_kind(structure, number, value) for number, value in sorted(examples.items())]
+        examples |= zip(kinds, keys, strict=False)
+    known = [_kind(structure, number, state[fqn]) for number, fqn in sorted(examples.items())]
     parts = list[Part]()
     for keys, kinds in zip(structure.keys, structure.kinds, strict=True):
         renumbered: dict[TensorKind, int] = {}
-        own = []
-        for kind in kinds:
+        numbers: dict[int, int] = {}  # in this part, by those in the structure
+        for kind in dict.fromkeys(kinds):
             found = known[kind]
             if found is None:
                 return None
-            own.append(renumbered.setdefault(found, len(renumbered)))
+            numbers[kind] = renumbered.setdefault(found, len(renumbered))
         paths = {} if structure.paths is None else {fqn: structure.paths[fqn] for fqn in keys}
         shapes = tuple(shape for shape, _ in structure.meshes) if not parts else ()
         empty = structure.empty if len(parts) == OBJECTS else ()
-        parts.append(Part(keys, tuple(own), tuple(renumbered), shapes, *stored_paths(paths), empty))
+        parts.append(
+            Part(keys, tuple([numbers[kind] for kind in kinds]), tuple(renumbered), shapes, *stored_paths(paths), empty)
+        )
     return Described(tuple(parts), tuple(place for _, place in structure.meshes))
 
 
