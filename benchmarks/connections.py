@@ -30,7 +30,7 @@ def connections(report: Report) -> None:
     counts = (2, 4) if settings.quick else (4, 8, 16, 32)
     table = report.table(
         "connections",
-        "Sockets that a rank has open in a job over gloo, after each step: rank 0, the coordinator / most of the others",
+        "Sockets that a rank of a job over gloo has open after each step: rank 0, the coordinator / most of another",
         ranks=("ranks", ","),
         lazy=("TORCH_GLOO_LAZY_INIT", ""),
         group=("init_process_group", ""),

@@ -56,6 +56,17 @@ from dcp_nvcomp.storage.open import open_filesystem
 logger = logging.getLogger(__name__)
 
 
+class _Unread(Metadata):
+    """What DCP has in place of metadata that could not be read: the failure, raised where it is used."""
+
+    def __init__(self, failure: Exception) -> None:
+        self.failure = failure
+
+    @property
+    def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
+        raise self.failure
+
+
 class NvcompReader(StorageReader):
     """Load checkpoints of `NvcompWriter`, under any world size and placement, and checkpoints of stock DCP.
 
@@ -189,15 +200,15 @@ class NvcompReader(StorageReader):
             CheckpointNotFoundError: there is nothing.
             IncompleteCheckpointError: there are data files only: the save never finished.
             MetadataError: it cannot be read, or asks for something unsafe.
+                Who asks again, for a rank's, as DCP does, gets it where what is returned is used.
         """
         rank = kwargs.get("rank")
         if rank is None:
             self._rank_parts, self._failure = {}, None
         elif self._failure is not None:
-            # DCP asks for a rank's metadata after the read for all ranks failed. If it gets one, it takes this load for
-            # one without collectives, and the other ranks wait for this one until their timeout; and one rank's part of
-            # an incomplete checkpoint would leave rows of the destinations as they were.
-            raise self._failure
+            # DCP asks for a rank's metadata after the read for all ranks failed, of which it keeps the text at most.
+            # One rank's part of an incomplete checkpoint would leave rows of the destinations as they were.
+            return _Unread(self._failure)
         if self.given_metadata is not None:
             metadata = self.given_metadata
         else:
@@ -270,7 +281,10 @@ class NvcompReader(StorageReader):
 
         Raises:
             MetadataError: the metadata does not list where the data is.
+            CheckpointError: it could not be read, as `read_metadata` raised.
         """
+        if isinstance(metadata, _Unread):
+            raise metadata.failure
         if metadata.storage_data is None:
             raise MetadataError(
                 "`.metadata` has no storage_data: it was not written by a storage writer.", path=self.path

@@ -45,7 +45,8 @@ def test_missing_checkpoint(tmp_path: Path) -> None:
         NvcompReader(path).read_metadata()
     assert caught.value.path == str(path) and not path.exists()
     assert not isinstance(caught.value, errors.IncompleteCheckpointError)
-    assert "no checkpoint here" in str(failure_of(lambda: load(path, state())))
+    error = failure_of(lambda: load(path, state()))
+    assert isinstance(error, errors.CheckpointNotFoundError) and error.path == str(path)
 
 
 def test_incomplete_checkpoint(checkpoint: Path) -> None:

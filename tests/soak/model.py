@@ -33,17 +33,8 @@ def expect(holds: bool, *what: Any) -> None:
 def causes_of(error: BaseException) -> list[BaseException]:
     """Return what the ranks raised inside a CheckpointException, or the error itself if it is another."""
     if isinstance(error, CheckpointException):
-        return [_unwrapped(wrapped[0]) for wrapped in error.failures.values()]
+        return [wrapped[0] for wrapped in error.failures.values()]
     return [error]
-
-
-def _unwrapped(error: BaseException) -> BaseException:
-    """DCP tells of metadata that can't be read in an AssertionError that has only the messages."""
-    text = str(error)
-    if not isinstance(error, AssertionError) or "metadata read failed" not in text:
-        return error
-    missing = text.count("There is no checkpoint here") + text.count("There are data files but no")
-    return errors.CheckpointNotFoundError(text) if missing == 2 else errors.MetadataError(text)
 
 
 def describe(outcomes: Sequence[Outcome]) -> str:
