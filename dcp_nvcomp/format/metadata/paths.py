@@ -45,10 +45,11 @@ def paths_to_store(paths: Mapping[str, Path]) -> dict[str, Any]:
 
 def stored_paths(paths: Mapping[str, Path]) -> StoredPaths:
     """Return paths as DCP stores them, and which of their parts were not text."""
-    stored: dict[str, Any] = {fqn: _as_stored(path) for fqn, path in paths.items()}
+    stored: dict[str, Any] = dict(paths)
     keys: dict[_Stored, Any] = {}
-    for path in paths.values():
-        if any(type(part) is Key for part in path):
+    for fqn, path in paths.items():
+        if Key in map(type, path):
+            stored[fqn] = _as_stored(path)
             keys |= {_as_stored(path[: at + 1]): part.value for at, part in enumerate(path) if type(part) is Key}
     if keys:
         for path in paths.values():
@@ -99,7 +100,7 @@ def _name_of_keys(fqns: Collection[str]) -> str:
 
 
 def _as_stored(path: Path) -> _Stored:
-    return tuple([part if isinstance(part, (str, int)) else str(part) for part in path])
+    return tuple([str(part) if isinstance(part, Key) else part for part in path])
 
 
 def _planner_data(metadata: Metadata) -> Mapping[str, Any]:

@@ -224,11 +224,16 @@ def _owners(
     with_weight: dict[int, list[Layout]] = {}
     for master, weight in weights.items():
         with_weight.setdefault(weight, []).append(layouts[master])
-    # of each key, the layouts of all that is written with it; none if it is written with another one
-    kinds = [() if key in weights else (one, *with_weight.get(key, ())) for key, one in enumerate(layouts)]
-    kind_ids = [tuple(map(id, kind)) for kind in kinds]
-    distinct = dict(zip(kind_ids, kinds, strict=True))
-    distinct.pop((), None)
+    # of each key, what stands for the layouts of all that is written with it; 0 if it is written with another one
+    kind_ids = list(map(id, layouts))
+    distinct: dict[int, tuple[Layout, ...]] = {at: (one,) for at, one in zip(kind_ids, layouts, strict=True)}
+    numbers = dict[tuple[int, ...], int]()
+    for key, masters in with_weight.items():
+        together = (layouts[key], *masters)
+        at = kind_ids[key] = ~numbers.setdefault(tuple(map(id, together)), len(numbers))
+        distinct[at] = together
+    for key in weights:
+        kind_ids[key] = 0
     first = {at: kind[0].first_ranks for at, kind in distinct.items()}
     if lowest_rank:
         return tuple([first[kind_ids[weights.get(key, key)]] for key in range(len(layouts))])
