@@ -27,7 +27,7 @@ _STAGES = ("group", "save", "load", "async_save", "manager")
 
 def connections(report: Report) -> None:
     settings = report.settings
-    counts = (2, 4) if settings.quick else (4, 8, 16, 32)
+    counts = (2, 4) if settings.quick else (4, 8, 16)
     table = report.table(
         "connections",
         "Sockets that a rank of a job over gloo has open after each step: rank 0, the coordinator / most of another",

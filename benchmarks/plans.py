@@ -251,7 +251,7 @@ def _computed(case: Case, directory: str, way: str) -> Generator[str, None, dict
     parts, parts_of = described.parts, np.tile(np.arange(3), (case.ranks, 1))
 
     def plan() -> tuple[ArrayPlan, Any]:
-        shared = plan_all(parts, parts_of, places, lowest_rank=False)
+        shared = plan_all(parts, parts_of, places, lowest_rank=False, derived={})
         return ArrayPlan(shared, order, has_paths=True), shared.save_plan(case.ranks - 1)
 
     yield "rank"
@@ -295,7 +295,7 @@ def write_metadata(case: Case, directory: Path) -> None:
     """Write the `.metadata` of a first save, and data files that hold nothing."""
     described = _described(case)
     places = [(tuple(map(int, place)),) for place in np.ndindex(*described.parts[0].mesh_shapes[0])]
-    shared = plan_all(described.parts, np.tile(np.arange(3), (case.ranks, 1)), places, lowest_rank=False)
+    shared = plan_all(described.parts, np.tile(np.arange(3), (case.ranks, 1)), places, lowest_rank=False, derived={})
     plan = ArrayPlan(shared, [key for part in described.parts for key in part.keys], has_paths=True)
     writer = _begun(directory)
     results = [_placed_by(plan, rank, directory) for rank in range(case.ranks)]
