@@ -73,6 +73,7 @@ def _sockets_after(place: str) -> list[int]:
             manager.save(step, state)
         manager.wait()
         count()
+    dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(place)
     return counted

@@ -16,22 +16,21 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoResultYet
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Final
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.torch_version import TorchVersion
 
 from dcp_nvcomp.calls.ranks import Call, PerWorld, global_ranks, limit_of, meet, together
 
-_BY_COUNT: Final = TorchVersion(torch.__version__) >= "2.14"
+_BY_COUNT: Final = "group_count" in distributed_c10d._hash_ranks_to_str.__code__.co_names  # as of torch 2.14
+_MOST_BESIDE: Final = 1 << 32  # groups that others make while one of ours is made; their numbers are far apart
 _MOST_LIMITS: Final = 2  # torch waits for several things one after the other when it makes a group
 
 
@@ -116,20 +115,6 @@ def _made(ranks: Sequence[int], count: int, offers: Sequence[Offer], limit: time
             dist.destroy_process_group(group)
 
 
-@contextmanager
-def _counting_from(number: int | None) -> Iterator[None]:
-    """Let torch's count of groups be another number; None leaves it."""
-    world = distributed_c10d._world
-    before = world.group_count
-    if number is not None:
-        world.group_count = number
-    try:
-        yield
-    finally:
-        if number is not None:
-            world.group_count = before
-
-
 class _Making:
     """A group that torch makes on a thread of its own: where a rank dies meanwhile, torch may wait without a limit."""
 
@@ -142,20 +127,31 @@ class _Making:
         self._thread.start()
 
     def _make(self) -> None:
+        self._count_before = distributed_c10d._world.group_count
         try:
-            with _counting_from(self._number):
-                group = dist.new_group(
-                    self._ranks, backend="gloo", timeout=self._limit, use_local_synchronization=self._ranks is not None
-                )
+            if self._number is not None:
+                distributed_c10d._world.group_count = self._number
+            group = dist.new_group(
+                self._ranks, backend="gloo", timeout=self._limit, use_local_synchronization=self._ranks is not None
+            )
         except BaseException as error:
+            self._count_as_before()
             self._made.set_exception(error)
             return
+        self._count_as_before()
         with self._lock:
             if not self._is_given_up:
                 self._made.set_result(group)
                 return
         with suppress(ValueError, AssertionError):  # torch.distributed may have ended meanwhile
             dist.destroy_process_group(group)  # it came too late, and would change the names of later ones
+
+    def _count_as_before(self) -> None:
+        """Let torch count on from where it was, unless it does so already or torch.distributed has ended meanwhile."""
+        if self._number is not None:
+            beside = distributed_c10d._world.group_count - self._number - 1
+            if -1 <= beside < _MOST_BESIDE:
+                distributed_c10d._world.group_count = self._count_before + max(beside, 0)
 
     @property
     def is_under_way(self) -> bool:
@@ -169,6 +165,7 @@ class _Making:
         with self._lock:
             self._is_given_up = not self._made.done()
         if self._is_given_up:
+            self._count_as_before()
             _stuck.get().append(self)
             raise RuntimeError(f"torch made no process group in {seconds:.0f} s.")
         return self._made.result()

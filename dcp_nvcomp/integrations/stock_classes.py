@@ -12,10 +12,10 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.torch_version import TorchVersion
 
 from dcp_nvcomp.errors import ConfigurationError
 
@@ -24,7 +24,7 @@ Kind: TypeAlias = Literal["writer", "reader"]
 Maker: TypeAlias = Callable[[Kind, Any, Mapping[str, Any]], Any]
 
 _DCP = "torch.distributed.checkpoint"
-_FSSPEC = "fsspec_filesystem" if TorchVersion(torch.__version__) >= "2.15" else "_fsspec_filesystem"
+_FSSPEC = "fsspec_filesystem" if find_spec(f"{_DCP}.fsspec_filesystem") else "_fsspec_filesystem"  # before torch 2.15
 _WRITERS = (("filesystem", "FileSystemWriter"), (_FSSPEC, "FsspecWriter"))
 _READERS = (("filesystem", "FileSystemReader"), (_FSSPEC, "FsspecReader"))
 _EXECUTORS = (

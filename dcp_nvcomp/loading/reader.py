@@ -62,9 +62,13 @@ class _Unread(Metadata):
     def __init__(self, failure: Exception) -> None:
         self.failure = failure
 
-    @property
-    def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
+    def _raise(self) -> Any:
         raise self.failure
+
+    state_dict_metadata = planner_data = storage_data = storage_meta = property(_raise)
+
+    def __repr__(self) -> str:
+        return f"<no metadata: {self.failure}>"
 
 
 class NvcompReader(StorageReader):
@@ -212,12 +216,12 @@ class NvcompReader(StorageReader):
         if self.given_metadata is not None:
             metadata = self.given_metadata
         else:
-            with closing(self.open_storage()) as filesystem:
-                try:
+            try:
+                with closing(self.open_storage()) as filesystem:
                     metadata = self._read_metadata(filesystem, rank)
-                except Exception as error:
-                    self._failure = error
-                    raise
+            except Exception as error:
+                self._failure = error
+                raise
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id

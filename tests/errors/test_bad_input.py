@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_nvcomp import NvcompReader, NvcompWriter, errors
@@ -100,6 +102,22 @@ def test_footer_with_another_shape(checkpoint: Path) -> None:
 
     change_footer(checkpoint, change)
     assert isinstance(failure_of(lambda: load(checkpoint, state())), errors.CheckpointError)
+
+
+class _LooksAtPaths(DefaultLoadPlanner):
+    """A planner that uses another part of the metadata first."""
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        assert "large" in metadata.planner_data
+
+
+@pytest.mark.parametrize("planner", [None, _LooksAtPaths()])
+def test_what_could_not_be_opened_is_named_by_our_error(tmp_path: Path, planner: dcp.LoadPlanner | None) -> None:
+    reader = NvcompReader(tmp_path)
+    for place, kind in (("s4://bucket/run", errors.ConfigurationError), (tmp_path, errors.CheckpointNotFoundError)):
+        error = failure_of(lambda: dcp.load(state(), checkpoint_id=place, storage_reader=reader, planner=planner))
+        assert isinstance(error, kind), error
 
 
 def edit_metadata(path: Path, change: Callable[[Metadata], None]) -> None:

@@ -562,7 +562,6 @@ def _save_and_load_dead(url: str, options: dict[str, Any]) -> float:
         with pytest.raises(dcp.CheckpointException) as caught:
             act()
         for cause, _ in caught.value.failures.values():
-            # DCP swallows what reading `.metadata` raised, and quotes it in an AssertionError
             assert isinstance(cause, errors.StorageError), caught.value
             assert re.search(r"after \d+ attempts in \d+ s", str(cause)), cause
         total = torch.tensor([1])

@@ -17,25 +17,29 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
-_FRACTION = re.compile(r"\d+\.\d+")
+_FRACTION = re.compile(r"(?<![\d.])\d+\.\d+(?!\d|\.\d)")
 _BLOCK = re.compile(r'^```(python title="(?P<file>[^"]+)"|console)\n(?P<text>.*?)^```', re.DOTALL | re.MULTILINE)
+
+
+def _decimals(figure: str) -> int:
+    return len(figure.partition(".")[2])
 
 
 def _fits(printed: str, page: str) -> bool:
     """Whether a page's text describes what was printed."""
-    parts = re.split(r"(\.{3}|\s+|\d+\.\d+)", page.strip())
+    parts = re.split(rf"(\.{{3}}|\s+|{_FRACTION.pattern})", page.strip())
 
     def pattern(part: str) -> str:
         if part == "...":
             return ".*?"
         if part.isspace():
             return r"\s+"
-        return r"(\d+\.\d+)" if _FRACTION.fullmatch(part) else re.escape(part)
+        return rf"(\d+\.\d{{{_decimals(part)}}})" if _FRACTION.fullmatch(part) else re.escape(part)
 
     match = re.fullmatch("".join(map(pattern, parts)), printed.strip(), re.DOTALL)
     expected = _FRACTION.findall(page)
     return match is not None and all(
-        abs(Decimal(found) - Decimal(figure)) <= Decimal(1).scaleb(-len(figure.partition(".")[2]))
+        abs(Decimal(found) - Decimal(figure)) <= Decimal(1).scaleb(-_decimals(figure))
         for found, figure in zip(match.groups(), expected, strict=True)
     )
 

@@ -132,11 +132,15 @@ def plan_all(
     Raises:
         IrregularError: this is for DCP to plan, or to refuse.
     """
-    signatures: dict[str, tuple[tuple[int, int], ...]] = {}  # of each key: the parts it is in, and its kind in each
+    signatures: dict[str, list[tuple[int, int]]] = {}  # of each key: the parts it is in, and its kind in each
     for number, part in enumerate(parts):
-        of_kinds = [((number, kind),) for kind in range(len(part.distinct) or 1)]
+        of_kinds = [(number, kind) for kind in range(len(part.distinct) or 1)]
         for key, kind in zip(part.keys, part.kinds or (0,) * len(part.keys), strict=True):
-            signatures[key] = signatures.get(key, ()) + of_kinds[kind]
+            found = signatures.get(key)
+            if found is None:
+                signatures[key] = [of_kinds[kind]]
+            else:
+                found.append(of_kinds[kind])
     ranks_of, column_of = _ranks_of(parts_of, len(parts))
     known: dict[tuple[tuple[int, int], ...], Layout] = {}
     layouts = []
@@ -147,7 +151,7 @@ def plan_all(
         having = [rank for rank in ranks_of[number].tolist() if places[rank][mesh] is not None]
         return np.array(having, np.int64), np.array([places[rank][mesh] for rank in having], np.int64)
 
-    for signature in signatures.values():
+    for signature in map(tuple, signatures.values()):
         if signature not in known:
             known[signature] = _layout(signature, parts, ranks_of, column_of, inside)
         layouts.append(known[signature])
