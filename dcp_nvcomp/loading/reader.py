@@ -199,12 +199,12 @@ class NvcompReader(StorageReader):
 
         Returns:
             The metadata. If there is no `.metadata`, all rank-local metadata merged.
+            After a failure, and asked for a rank's as DCP does then, what raises that failure where it is used.
 
         Raises:
             CheckpointNotFoundError: there is nothing.
             IncompleteCheckpointError: there are data files only: the save never finished.
             MetadataError: it cannot be read, or asks for something unsafe.
-                Who asks again, for a rank's, as DCP does, gets it where what is returned is used.
         """
         rank = kwargs.get("rank")
         if rank is None:
