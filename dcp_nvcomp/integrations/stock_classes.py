@@ -1,4 +1,4 @@
-"""The one place that touches private names of torch: it decides what a call of stock DCP's classes returns.
+"""The one place that touches private names of DCP: it decides what a call of stock DCP's classes returns.
 
 `FileSystemWriter(path)` and its like ask `_makers` in turn, the newest first; the first answer that is not None is what
 the call returns. `__new__` is replaced once and for good: a class whose `__new__` was deleted again can't be called
