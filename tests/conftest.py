@@ -83,8 +83,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not want
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = {item.nodeid for item in items}
     for item in items:
+        # CI has Ceph, which the same requests go to; what is quick, in `make test`, runs on moto
+        is_on_both = "moto" in item.nodeid and item.nodeid.replace("moto", "ceph") in names
+        if is_on_both and item.get_closest_marker("ci") is not None:
+            item.add_marker(pytest.mark.slow)
         for group in {_GROUPS[name] for name in getattr(item, "fixturenames", ()) if name in _GROUPS}:
             item.add_marker(pytest.mark.xdist_group(group))
 

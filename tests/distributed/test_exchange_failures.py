@@ -234,9 +234,15 @@ def _dies(path: Path, outcome: Path, at: int, policy: str) -> None:
         raise
 
 
-@in_ci
-@pytest.mark.parametrize("policy", ["always", "auto"])
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize(
+    ("at", "policy"),
+    [
+        pytest.param(1, "always", marks=in_ci),
+        pytest.param(1, "auto", marks=in_ci),
+        pytest.param(4, "always", marks=pytest.mark.slow),
+        pytest.param(4, "auto", marks=in_ci),
+    ],
+)
 def test_a_rank_that_dies_ends_the_load_on_the_others_at_once(
     ranks: RankPool, tmp_path: Path, at: int, policy: str
 ) -> None:
@@ -267,7 +273,7 @@ def _connection_breaks(path: Path, kind: str) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=in_ci), "hsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=in_ci), pytest.param("hsdp", marks=pytest.mark.slow)])
 def test_a_connection_that_breaks_ends_the_load_on_all(ranks: RankPool, tmp_path: Path, kind: str) -> None:
     began = time.monotonic()
     for said in ranks.run(_connection_breaks, tmp_path, kind, world_size=4, timeout_s=60):

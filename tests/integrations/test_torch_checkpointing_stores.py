@@ -27,7 +27,7 @@ def torch_checkpointing() -> None:
 
 @pytest.mark.ci
 @pytest.mark.s3
-@pytest.mark.parametrize("store", ["real_s3_store", "azure_store"])
+@pytest.mark.parametrize("store", ["real_s3_store", pytest.param("azure_store", marks=pytest.mark.slow)])
 def test_killed_and_resumed(tmp_path: Path, store: str, request: pytest.FixtureRequest) -> None:
     place: S3Store = request.getfixturevalue(store)
     start("torch_checkpointing", tmp_path, "train", *map(json.dumps, place), killed=True)

@@ -95,8 +95,14 @@ def names_and_times(filesystem: Filesystem) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("answered", [False, True])
-@pytest.mark.parametrize("work", [upload, publish_twice, replace_file, names_and_times])
+@pytest.mark.parametrize(
+    ("work", "answered"),
+    [
+        (upload, False),
+        *((work, True) for work in (upload, publish_twice, replace_file, names_and_times)),
+        *(pytest.param(work, False, marks=pytest.mark.slow) for work in (publish_twice, replace_file, names_and_times)),
+    ],
+)
 def test_whichever_connection_is_cut_all_goes_on(
     kind: FileServer, place: Location, work: Callable[[Filesystem], None], answered: bool
 ) -> None:
