@@ -75,6 +75,16 @@ _GROUPS = {
 
 
 def pytest_collection_finish() -> None:
+    _forget_what_stays()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or nextitem.path != item.path:  # frameworks that a file's tests import are as large again
+        _forget_what_stays()
+
+
+def _forget_what_stays() -> None:
     """Let the garbage collector forget half a million objects that stay: it is called often, also by the tests.
 
     A test that calls `gc.unfreeze` brings them all back, for itself and those after it.
