@@ -57,6 +57,12 @@ class Record:
     def uncompressed_nbytes(self) -> int:
         return self.elements * self.element.nbytes
 
+    def in_blocks(self, grid: BlockGrid, chain: CodecChain | None = None) -> Record:
+        """Return the record with its blocks; without a chain one is chosen when they are encoded."""
+        # `dataclasses.replace` would take twice as long, for thousands of tensors
+        whose = self.kind, self.fqn, self.shape, self.offsets, self.global_shape, self.element
+        return Record(*whose, self.pack, grid, chain, 0, grid.block_count, self.base, self.content_hash)
+
     def to_json(self, place: int | tuple[int, int]) -> dict[str, Any]:
         """Return the record as a footer describes it; `parse_record` is the inverse."""
         row: dict[str, Any] = {}

@@ -102,8 +102,7 @@ class RecordMaker:
             return self._packer.add_bytes(Member(index, record, payload.size), payload, "bytes")
         # `auto`, as the user's choice is for tensors
         grid = row_grid(record.shape, 1)
-        record = replace(record, grid=grid, block_count=grid.block_count)
-        return [_ready_later(index, record, dtype, payload, None)]
+        return [_ready_later(index, record.in_blocks(grid), dtype, payload, None)]
 
     def _add_tensor(
         self, index: MetadataIndex, region: _Region, element: ElementType, tensor: torch.Tensor, base: _Base | None
@@ -129,15 +128,14 @@ class RecordMaker:
     def _in_host_memory(self, index: MetadataIndex, record: Record, array: HostArray, base: _Base | None) -> Ready:
         """Return a record for which `auto` chooses, or that is derived from the one before."""
         if base is not None and self._derived.get(index) == base.weight and is_derived(record, array, base.array):
-            record = replace(record, grid=base.grid, chain=DERIVED, block_count=base.grid.block_count)
+            record = record.in_blocks(base.grid, DERIVED)
             members = (Member(index, record, record.uncompressed_nbytes),)
             return PendingRecord(record, record.element.name, members), DerivedSource(array, base.array)
         is_base = index in self._bases
         grid = _grid_of_base(record.shape) if is_base else box_grid(record.shape, record.element.nbytes)
         if is_base:
             self._base = _Base(index, array, grid)
-        record = replace(record, grid=grid, block_count=grid.block_count)
-        return _ready_later(index, record, record.element.name, array, self._remembered.host)
+        return _ready_later(index, record.in_blocks(grid), record.element.name, array, self._remembered.host)
 
 
 class _Base(NamedTuple):
@@ -175,7 +173,7 @@ def _ready(index: MetadataIndex, record: Record, dtype: str, choice: ChainChoice
         grid = box_grid(record.shape, record.element.nbytes)
     else:  # copied block by block, on a device: runs of memory
         grid = row_grid(record.shape, record.element.nbytes, chain.block_nbytes)
-    record = replace(record, grid=grid, chain=chain, block_count=grid.block_count)
+    record = record.in_blocks(grid, chain)
     return PendingRecord(record, dtype, (Member(index, record, record.uncompressed_nbytes),), choice), source
 
 

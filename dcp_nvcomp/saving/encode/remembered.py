@@ -38,6 +38,9 @@ class _Kept:
     achieved: float | None = None
     uses: int = 0  # in later saves: without a look on a device, without a judgement on the host
 
+    def is_trusted(self, element: ElementType) -> bool:
+        return self.achieved is not None and self.look.is_dense and _is_of_dense(self.chain, element)
+
     def expects(self, ratio: float) -> bool:
         return self.achieved is not None and abs(ratio - self.achieved) <= _DRIFT * self.achieved
 
@@ -57,17 +60,15 @@ class ChoiceMemory:
     def trust(self, record: Record) -> CodecChain | None:
         """Return what an earlier save chose for a shard of dense floats, to be used if `expects` then agrees."""
         kept = self._kept.get(_key(record))
-        if kept is None or kept.achieved is None or not kept.look.is_dense:
-            return None
-        return kept.chain if _is_of_dense(kept.chain, record.element) else None
+        return kept.chain if kept is not None and kept.is_trusted(record.element) else None
 
     def trust_unseen(self, record: Record) -> CodecChain | None:
         """`trust` it, if it was looked at in one of the last saves."""
-        chain, kept = self.trust(record), self._kept.get(_key(record))
-        if chain is None or kept is None:
+        kept = self._kept.get(_key(record))
+        if kept is None or not kept.is_trusted(record.element):
             return None
         kept.uses = (kept.uses + 1) % _LOOK_EVERY
-        return chain if kept.uses else None
+        return kept.chain if kept.uses else None
 
     def age(self, record: Record) -> None:
         """Forget a choice for dense floats that has served `_LOOK_EVERY` saves."""
