@@ -12,6 +12,7 @@ removes what a recovery needs.
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import Root, read_root, read_whole_temporary
+from dcp_nvcomp.format.metadata.shares import leave_marks
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
     copy_name_of,
@@ -41,6 +43,7 @@ from dcp_nvcomp.format.names import (
 from dcp_nvcomp.format.recognition import refused
 from dcp_nvcomp.maintenance.opening import document, opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
+from dcp_nvcomp.storage.open import real_place
 
 RECOVERED = "recovered"
 INTACT = "intact"
@@ -138,6 +141,7 @@ def recover(
     Raises:
         ConfigurationError: `save_id` is none, or an option is unknown.
         CheckpointNotFoundError: there is neither `.metadata` nor an immutable copy of one.
+        CheckpointReplacedError: a checkpoint whose files the save shares is being removed.
         StorageError: the storage fails.
     """
     if save_id is not None and not is_save_id(save_id):
@@ -252,6 +256,8 @@ def _problems(filesystem: Filesystem, root: Root) -> list[str]:
 def _publish(filesystem: Filesystem, name: str, current: _Current) -> Root:
     root = read_root(filesystem, name)
     data = root.data
+    # those of the save may be gone: without metadata they count for an hour
+    leave_marks(filesystem, posixpath.basename(real_place(filesystem.path)), root.files())
     if current.data is not None:
         if filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) != current.data:
             message = "Another save was published in the meantime. Nothing was changed."

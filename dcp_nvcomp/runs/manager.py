@@ -346,6 +346,8 @@ class CheckpointManager:
         failure = try_check("restore", state, alone=self._group is None)
         if any(self._agreement.come(RunCall("restore", number_of(step), bool(fallback)), failure is not None)):
             raise failure or RankFailedError("A restore was not begun, because another rank has no state for it.")
+        if self._references is not None:  # if it fails, the steps may be damaged: the next save is whole
+            self._references.go_on_from(None)
         event = self._restoring.restore(state, step, fallback=fallback)
         self._progress.is_now(None if event is None else event.step)
         if event is not None:

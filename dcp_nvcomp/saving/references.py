@@ -335,7 +335,7 @@ def known_shards(
         logger.warning("Nothing is shared with the reference, and all of the state is written: %s", error)
         return {}
     if references:
-        logger.info("There is no checkpoint at %s yet, and all of the state is written.", " or ".join(references))
+        logger.warning("There is no checkpoint at %s yet, and all of the state is written.", " or ".join(references))
     return {}
 
 

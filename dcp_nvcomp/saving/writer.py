@@ -113,8 +113,11 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             `s3://bucket/run/step-1000`; or several, of which the first is taken at which there is a checkpoint. What is
             the same there, shard by shard, is not written again: the new checkpoint names the files of the other one,
             and needs them from then on. With `()` everything is written, and noted so that later checkpoints can
-            share it; by default nothing is. A checkpoint that was saved without this option can't be shared. Tensors
-            below 64 KiB are always written, and with `use_collectives=False` or `prepare` everything is.
+            share it; by default nothing is. A checkpoint that was saved without this option can't be shared, and
+            what was written by `async_save(wait="nothing")` neither. Tensors below 64 KiB are always written, and with
+            `use_collectives=False` or `prepare` everything is. While an asynchronous save is under way there is no
+            checkpoint yet: for the next one, name the one before it too. The directory of what is shared has to be
+            writable, as a mark there keeps its files.
         derived: which float32 tensors are master weights, and of which bfloat16 ones, by their keys, in which a `*`
             stands for the same text: `{"optimizer.master.*": "model.*"}`. Masters whose weight the same rank saves,
             of the same region and in host memory, are stored as the half that the weight lacks, if it is the rounded
@@ -348,11 +351,14 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
                     return known_shards(filesystem, save.place, references, keys, remembered, open_at)
 
                 on_device = process_state().device_hashes.hash_of if self.options.engine != "cpu" else _on_the_host
-                return compared(plan.items, planner.resolve_data, known, self.options.thread_count, on_device)
+                found = compared(plan.items, planner.resolve_data, known, self.options.thread_count, on_device)
         except BaseException as error:
             if self._saves.staging is not None:
                 self._saves.staging.failed(error)  # now, and not when the other ranks have written their files
             raise
+        if self._saves.staging is not None and self._saves.staging.may_change:
+            return dataclasses.replace(found, hashes={})  # what is encoded may be something else by then
+        return found
 
     def _remove_orphans(self, plan: SavePlan) -> None:
         if plan.storage_data is True:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import CheckpointManager, ConfigurationError, Keep, StorageError, load, save
+from dcp_nvcomp import CheckpointManager, ConfigurationError, CorruptDataError, Keep, StorageError, load, save
 from dcp_nvcomp.format.names import mark_name
 from dcp_nvcomp.runs import list_run, pin_step, prune_run, unpin_step
 from dcp_nvcomp.runs.background.stages import DurableStage
@@ -27,6 +27,7 @@ from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.saving import writer as writer_module
 from dcp_nvcomp.saving.process_state import forget_all
 from dcp_nvcomp.tools import clean, consolidate
+from tests.checkpoints import damage
 
 State = dict[str, Any]
 
@@ -69,6 +70,21 @@ def test_a_step_that_others_need_stays(tmp_path: Path) -> None:
         manager.wait()
         assert _shares(tmp_path) == {6: (), 7: ("step-6",)}, "nobody needs step 1 any more"
     _assert_is_small(tmp_path / "step-7", tmp_path / "step-6")
+
+
+def test_after_a_restore_that_failed_nothing_is_shared(tmp_path: Path) -> None:
+    """All steps need the file that is damaged: the next one must not."""
+    with _manager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, _state(step))
+    damage(tmp_path / "step-1")
+    with _manager(tmp_path) as manager:
+        with pytest.raises(CorruptDataError), pytest.warns(RuntimeWarning, match="Step . is damaged"):
+            manager.restore({"base": torch.zeros(200, 500), "head": torch.zeros(150, 150), "step": -1})
+        for step in (3, 4):
+            manager.save(step, _state(step))
+    assert _shares(tmp_path) == {1: (), 2: ("step-1",), 3: (), 4: ("step-3",)}
+    _assert_loads(4, tmp_path / "step-4")
 
 
 def _assert_is_small(path: Path, beside: Path) -> None:

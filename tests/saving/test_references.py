@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +39,12 @@ from dcp_nvcomp.format.metadata.summary import summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, mark_name
 from dcp_nvcomp.maintenance import consolidation
 from dcp_nvcomp.maintenance.run_listing import list_run
+from dcp_nvcomp.saving import references as references_module
 from dcp_nvcomp.saving import writer as writer_module
 from dcp_nvcomp.saving.process_state import forget_all
 from dcp_nvcomp.saving.references import hash_of
+from dcp_nvcomp.storage.base import BESIDE
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.checkpoints import assert_loads, flip
 
@@ -345,6 +350,67 @@ def test_a_checkpoint_that_is_being_removed_is_not_shared(tmp_path: Path) -> Non
     with pytest.raises(CheckpointReplacedError, match="is being removed: save again"):
         _save(state, tmp_path / "b", tmp_path / "a")
     assert not list((tmp_path / "b").glob("*.distcp")) and not (tmp_path / "b" / METADATA_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "says"),
+    [
+        (errno.ENOENT, CheckpointReplacedError, "'a', whose files this one was to share, was removed: save again"),
+        (errno.EACCES, StorageError, "directory 'a', whose files .* has to be writable"),
+        (errno.EROFS, StorageError, "directory 'a', whose files .* has to be writable"),
+    ],
+)
+def test_a_mark_that_can_not_be_left(
+    tmp_path: Path, monkeypatch: Any, number: int, error: type[Exception], says: str
+) -> None:
+    _save(_state(), tmp_path / "a", ())
+    publish = PosixFilesystem.publish
+
+    def refusing(filesystem: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        if name == f"{BESIDE}a/{mark_name('b')}":
+            raise StorageError("Could not write.", path=filesystem.path, errno=number)
+        return publish(filesystem, name, *arguments, **options)
+
+    monkeypatch.setattr(PosixFilesystem, "publish", refusing)
+    with pytest.raises(error, match=says):
+        _save(_state(), tmp_path / "b", tmp_path / "a")
+    assert not list((tmp_path / "b").glob("*.distcp")) and not (tmp_path / "b" / METADATA_NAME).exists()
+
+
+def test_what_changed_before_it_was_encoded_is_not_shared_by_its_hash(tmp_path: Path, monkeypatch: Any) -> None:
+    """With `wait="nothing"` a checkpoint may mix values; those that refer to it must not."""
+    state = {"w": torch.randn(512, 512)}
+    right, hashed, may_go_on = state["w"].clone(), threading.Event(), threading.Event()
+
+    def early(tensor: torch.Tensor) -> str:
+        found = hash_of(tensor)
+        hashed.set()
+        assert may_go_on.wait(60)
+        return found
+
+    monkeypatch.setattr(references_module, "hash_of", early)
+    saving = async_save(state, tmp_path / "a", no_dist=True, wait="nothing", reference=())
+    assert hashed.wait(60)
+    state["w"].zero_()
+    may_go_on.set()
+    saving.upload_completion.result()
+    monkeypatch.undo()
+    state["w"].copy_(right)
+    for process in ("this", "another"):
+        _save(state, tmp_path / process, tmp_path / "a")
+        assert_loads(tmp_path / process, state)
+        forget_all()
+
+
+def test_what_is_recovered_keeps_what_it_shares(tmp_path: Path) -> None:
+    _save(_state(), tmp_path / "a", ())
+    _save(_state(), tmp_path / "b", tmp_path / "a")
+    (tmp_path / "b" / METADATA_NAME).unlink()
+    (tmp_path / "a" / mark_name("b")).unlink()  # as `clean` does, an hour after that
+    assert tools.recover(tmp_path / "b").outcome == "recovered"
+    assert tools.verify(tmp_path / "b").findings == ()
+    save({"x": torch.zeros(3)}, tmp_path / "a", no_dist=True)
+    assert_loads(tmp_path / "b", _state())
 
 
 def test_a_reference_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: Any) -> None:

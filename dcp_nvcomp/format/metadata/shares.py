@@ -12,11 +12,12 @@ keeps all files for an hour.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError
+from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, StorageError
 from dcp_nvcomp.format.metadata.roots import is_missing, read_root
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES
 from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, mark_name, marking_directory, shared_directories
@@ -24,16 +25,33 @@ from dcp_nvcomp.storage.base import BESIDE, FileInfo, Filesystem
 
 # How long a mark counts whose metadata is not there: it was written right before that.
 _UNPUBLISHED_SECONDS: Final = 3600.0
+_READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) -> None:
     """Mark the directories of files that a checkpoint, in `directory`, shares.
 
     Raises:
-        CheckpointReplacedError: one of them is being removed. If that begins later, it finds the mark.
+        CheckpointReplacedError: one of them was removed, or is being removed. If that begins later, it finds the mark.
+        StorageError: one of them can't be written to.
     """
     for shared in shared_directories(names):
-        filesystem.publish(f"{BESIDE}{shared}/{mark_name(directory)}", b"")
+        try:
+            filesystem.publish(f"{BESIDE}{shared}/{mark_name(directory)}", b"")
+        except StorageError as error:
+            if is_missing(error):
+                raise CheckpointReplacedError(
+                    f"The checkpoint in {shared!r}, whose files this one was to share, was removed: save again.",
+                    path=filesystem.path,
+                ) from error
+            if error.errno not in _READ_ONLY:
+                raise
+            raise StorageError(
+                f"The directory {shared!r}, whose files this checkpoint was to share, has to be writable, as a mark "
+                f"there keeps them: {error.message}",
+                path=error.path,
+                errno=error.errno,
+            ) from error
         if filesystem.file_nbytes(f"{BESIDE}{shared}/{REMOVING}") is not None:
             raise CheckpointReplacedError(
                 f"The checkpoint in {shared!r}, whose files this one was to share, is being removed: save again.",

@@ -56,6 +56,7 @@ class Staging:
         self.completion: Future[None] = Future()  # done when the state may change
         self.completion.set_running_or_notify_cancel()  # from now on it can't be cancelled
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self.may_change = not is_waited_for  # the state, before it is staged
         self._is_waited_for = is_waited_for
         asked = self._asked
         self.completion.add_done_callback(lambda _: asked.put(None))
