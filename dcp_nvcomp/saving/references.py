@@ -8,7 +8,7 @@ So what is shared is never more than one step away. Hashes are those of the last
 footers of the reference. Whatever is not known of a reference costs size: a shard of which it is not certain that it is
 there is written, and so is what would be less than a tenth of a rank's state, as the checkpoint that has it could not
 be removed any more. A shard is shared if its bytes, key, offsets, shape and dtype are the same. Small ones, which are
-packed, and Python objects are always written.
+packed, and Python objects are always written. A hash is kept only of what can't change until it is encoded.
 
 Before `.metadata` is published, marks are left in the directories of what is shared (format/metadata/shares.py).
 """
@@ -335,7 +335,7 @@ def known_shards(
         logger.warning("Nothing is shared with the reference, and all of the state is written: %s", error)
         return {}
     if references:
-        logger.warning("There is no checkpoint at %s yet, and all of the state is written.", " or ".join(references))
+        logger.info("There is no checkpoint at %s yet, and all of the state is written.", " or ".join(references))
     return {}
 
 
