@@ -29,9 +29,9 @@ from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
 from dcp_nvcomp.format.metadata.roots import Root, read_current
 from dcp_nvcomp.format.metadata.shards import StoredAt
-from dcp_nvcomp.format.metadata.shares import remove_marks
+from dcp_nvcomp.format.metadata.shares import is_being_removed, remove_marks
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
-from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, copy_name_of, data_file_name, shared_directories
+from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, data_file_name, shared_directories
 from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.maintenance.opening import document, opened
 from dcp_nvcomp.saving.commit import remove_files
@@ -222,7 +222,7 @@ def _publish(filesystem: Filesystem, root: Root, written: Sequence[WrittenFile])
     data = metadata_to_publish(metadata, path=filesystem.location(METADATA_NAME), summary=summary)
     # another save may have replaced it since, or a run may be removing it
     now = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
-    if now != root.data or filesystem.file_nbytes(REMOVING) is not None:
+    if now != root.data or is_being_removed(filesystem):
         raise CheckpointReplacedError(
             "The checkpoint was replaced, or is being removed, while it was made whole: nothing has changed in it.",
             path=filesystem.path,

@@ -35,7 +35,7 @@ from dcp_nvcomp.errors import (
     ConfigurationError,
     StorageError,
 )
-from dcp_nvcomp.format.names import REMOVING
+from dcp_nvcomp.format.metadata.shares import is_being_removed
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER
 from dcp_nvcomp.options import DEADLINE_OPTION
 from dcp_nvcomp.redaction import without_secrets
@@ -53,10 +53,6 @@ _MOST_ID_NBYTES: Final = 1 << 14
 _LOOK_SECONDS: Final = 30.0  # at the old root, which may be on a server that is gone
 _SERVER: Final = re.compile(r"([a-z][a-z0-9+.\-]*)://([^/]*)")
 _ANY_BUCKET: Final = ("s3", "gs")  # the owner of another bucket is sent no secrets
-
-
-def is_being_removed(filesystem: Filesystem) -> bool:
-    return filesystem.file_nbytes(REMOVING) is not None
 
 
 def pinned_steps(own: Filesystem) -> frozenset[int]:

@@ -6,9 +6,10 @@
 
 So what is shared is never more than one step away. Hashes are those of the last saves of this process, or of the
 footers of the reference. Whatever is not known of a reference costs size: a shard of which it is not certain that it is
-there is written, and so is what would be less than a tenth of a rank's state, as the checkpoint that has it could not
-be removed any more. A shard is shared if its bytes, key, offsets, shape and dtype are the same. Small ones, which are
-packed, and Python objects are always written. A hash is kept only of what can't change until it is encoded.
+there is written, as is one whose checkpoint is being removed, and what would be less than a tenth of a rank's state, as
+the checkpoint that has it could not be removed any more. A shard is shared if its bytes, key, offsets, shape and dtype
+are the same. Small ones, which are packed, and Python objects are always written. A hash is kept only of what can't
+change until it is encoded.
 
 Before `.metadata` is published, marks are left in the directories of what is shared (format/metadata/shares.py).
 """
@@ -46,6 +47,7 @@ from dcp_nvcomp.format.block_grid import row_grid
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.metadata.roots import read_current
 from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
+from dcp_nvcomp.format.metadata.shares import is_being_removed
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.options import fault_of_name
@@ -328,6 +330,8 @@ def known_shards(
             if shards is None:
                 shards = _read(open_at(reference), directory, keys)
             wanted = {key: shards[key] for key in keys if key in shards and shards[key].directory != own}
+            going = {one for one in {shard.directory for shard in wanted.values()} if is_being_removed(filesystem, one)}
+            wanted = {key: shard for key, shard in wanted.items() if shard.directory not in going}
             files = sorted({(shard.directory, shard.file) for shard in wanted.values()})
             found = dict(zip(files, filesystem.map(lambda file: _is_there(filesystem, *file), files), strict=True))
             return {key: shard for key, shard in wanted.items() if found[shard.directory, shard.file]}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dcp_nvcomp import Best, CheckpointManager, CheckpointNotFoundError, ConfigurationError, Keep
+from dcp_nvcomp.format.names import REMOVING
 from dcp_nvcomp.runs import list_run, pin_step, prune_run
-from dcp_nvcomp.runs.own_files import REMOVING
 from tests.cli.checkpoints import run
 
 

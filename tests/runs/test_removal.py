@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from dcp_nvcomp import Best, CheckpointManager, CheckpointNotFoundError, Keep, StorageError, load, save
+from dcp_nvcomp.format.metadata.shares import is_being_removed
+from dcp_nvcomp.format.names import REMOVING
 from dcp_nvcomp.runs import SavedStep, pin_step, prune_run
 from dcp_nvcomp.runs.background.stages import FastStage
-from dcp_nvcomp.runs.own_files import REMOVING, is_being_removed, pin
+from dcp_nvcomp.runs.own_files import pin
 from dcp_nvcomp.runs.steps import StepNames, remove_step
 from dcp_nvcomp.runs.tiers import durable as durable_tier
 from dcp_nvcomp.runs.tiers.durable import DurableTier

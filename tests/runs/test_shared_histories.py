@@ -21,9 +21,8 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointNotFoundError, Keep, load, save
-from dcp_nvcomp.format.names import METADATA_NAME
+from dcp_nvcomp.format.names import METADATA_NAME, REMOVING
 from dcp_nvcomp.runs import prune_run
-from dcp_nvcomp.runs.own_files import REMOVING
 from dcp_nvcomp.saving.process_state import forget_all
 from dcp_nvcomp.tools import clean, consolidate
 from tests.effort import THOROUGH

@@ -343,12 +343,30 @@ def test_a_conversion_leaves_what_others_share(tmp_path: Path, to: Any) -> None:
     assert_loads(tmp_path / "b", state)
 
 
-def test_a_checkpoint_that_is_being_removed_is_not_shared(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_being_removed_is_not_shared(tmp_path: Path, restart: Any) -> None:
+    """A removal may have been cut short: what it left must not fail each save that could share with it."""
     state = _state()
     _save(state, tmp_path / "a", ())
+    _save(state, tmp_path / "b", tmp_path / "a")
     (tmp_path / "a" / REMOVING).touch()
+    restart()
+    assert "shared" not in _save(state, tmp_path / "c", tmp_path / "b").by_codec
+    assert not (tmp_path / "a" / mark_name("c")).exists()
+    assert_loads(tmp_path / "c", state)
+
+
+def test_a_checkpoint_whose_removal_begins_meanwhile_is_not_shared(tmp_path: Path, monkeypatch: Any) -> None:
+    _save(_state(), tmp_path / "a", ())
+    publish = PosixFilesystem.publish
+
+    def as_it_begins(filesystem: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        if name == f"{BESIDE}a/{mark_name('b')}":
+            (tmp_path / "a" / REMOVING).touch()
+        return publish(filesystem, name, *arguments, **options)
+
+    monkeypatch.setattr(PosixFilesystem, "publish", as_it_begins)
     with pytest.raises(CheckpointReplacedError, match="is being removed: save again"):
-        _save(state, tmp_path / "b", tmp_path / "a")
+        _save(_state(), tmp_path / "b", tmp_path / "a")
     assert not list((tmp_path / "b").glob("*.distcp")) and not (tmp_path / "b" / METADATA_NAME).exists()
 
 

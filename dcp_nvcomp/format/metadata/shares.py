@@ -52,11 +52,16 @@ def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) ->
                 path=error.path,
                 errno=error.errno,
             ) from error
-        if filesystem.file_nbytes(f"{BESIDE}{shared}/{REMOVING}") is not None:
+        if is_being_removed(filesystem, shared):
             raise CheckpointReplacedError(
                 f"The checkpoint in {shared!r}, whose files this one was to share, is being removed: save again.",
                 path=filesystem.path,
             )
+
+
+def is_being_removed(filesystem: Filesystem, beside: str | None = None) -> bool:
+    """Return whether the removal of a checkpoint, or of one beside it, has begun; it may have been cut short."""
+    return filesystem.file_nbytes(REMOVING if beside is None else f"{BESIDE}{beside}/{REMOVING}") is not None
 
 
 def state_beside(filesystem: Filesystem, directory: str) -> bytes | None:

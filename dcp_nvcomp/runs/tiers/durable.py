@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.roots import read_root
-from dcp_nvcomp.format.metadata.shares import needed_by_others, remove_marks
+from dcp_nvcomp.format.metadata.shares import is_being_removed, needed_by_others, remove_marks
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
-from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, mark_name, marking_directory, shared_directories
+from dcp_nvcomp.format.names import METADATA_NAME, mark_name, marking_directory, shared_directories
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER, SEEN_NAME, Seen, identity_of
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, Step, steps_below
 from dcp_nvcomp.redaction import without_secrets
@@ -204,7 +204,7 @@ class DurableTier:
                         continue
                     try:
                         with contextlib.closing(self.open(step)) as filesystem:
-                            if why[step] == BEGUN and filesystem.file_nbytes(REMOVING) is None:
+                            if why[step] == BEGUN and not is_being_removed(filesystem):
                                 continue  # a save has taken the mark away since
                             if self._remove_one(filesystem, step, None if listed is None else listed.get(step)):
                                 gone = [*gone, step]

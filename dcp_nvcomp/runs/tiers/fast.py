@@ -23,11 +23,11 @@ from dcp_nvcomp.errors import CheckpointError, ConcurrentSaveError, Configuratio
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import Root, read_root
+from dcp_nvcomp.format.metadata.shares import is_being_removed
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, data_file_rank
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER
 from dcp_nvcomp.runs.events import Event, StepsRemoved
-from dcp_nvcomp.runs.own_files import is_being_removed
 from dcp_nvcomp.runs.retention import SavedStep
 from dcp_nvcomp.runs.steps import EQUAL, StepNames, remove_step
 from dcp_nvcomp.runs.tiers.trust import ALONE, fault_below, own_directory, refuse_fault_below

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any, Literal
 
-from dcp_nvcomp.runs.own_files import REMOVING
+from dcp_nvcomp.format.names import REMOVING
 from tests.faults.failpoints import Counts, Seam
 
 DOOMED_FAST, DOOMED_DURABLE = 40, 20
