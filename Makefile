@@ -43,7 +43,6 @@ help:
 	@echo "make test-lowest  some of the tests, with the lowest versions of what the package needs, in an environment of their own"
 	@echo "make fuzz       50,000 executions of the fuzzer"
 	@echo "make soak       saves, loads and jobs that are killed, and what operators do, MINUTES=1 each"
-	@echo "make  twenty minutes of what operators, disks and clocks do to training runs"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
 	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, stores, predictions, codecs, rowcol, masters, incremental, torch_checkpointing, gpu or slices"
 	@echo "make docs       the documentation as a site in build/site, which a browser opens from the disk"
