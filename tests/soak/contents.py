@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+CHANGE_EVERY = 1000  # seeds on end that have the same values of a tensor that seldom changes
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn)
 
 
@@ -22,7 +23,7 @@ def _value(seed: int, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> t
 
 
 def content(family: int, seed: int) -> dict[str, torch.Tensor]:
-    """Whole tensors: keys, shapes and dtypes from the family, values from the seed."""
+    """Whole tensors: keys, shapes and dtypes from the family, values from the seed; two of them seldom change."""
     draw = random.Random(family)
     state = {}
     for number in range(draw.randint(3, 7)):
@@ -30,6 +31,8 @@ def content(family: int, seed: int) -> dict[str, torch.Tensor]:
         key = f"layers.{number}.weight"
         state[key] = _value(seed, key, shape, draw.choice(DTYPES))
     state["large"] = _value(seed, "large", (draw.randint(900, 1500), 512), draw.choice(DTYPES[:2]))
+    state["frozen"] = _value(family, "frozen", (512, 512), draw.choice(DTYPES[:2]))
+    state["rare"] = _value(seed // CHANGE_EVERY, "rare", (512, 512), draw.choice(DTYPES[:2]))
     return state
 
 

@@ -78,6 +78,7 @@ class Chaos:
             self._end(scene)
         note_words(scene, before)
         self.field.mend()
+        scene.destroyed |= self.oracle.look.sharing(self.field.run, scene.destroyed)
         check_sides(scene, before)
         after = self.oracle.before(self.field.run, plan.nodes if plan.has_fast else ())
         outcome = check_ends(scene, before, after)

@@ -207,6 +207,13 @@ def _verify(scene: Scene) -> str | None:
     return _command(scene, "verify", f"{scene.field.run}/step-{scene.draw.choice(steps)}")
 
 
+def _consolidate(scene: Scene) -> str | None:
+    steps = [step for step, seen in scene.oracle.look.durable(scene.field.run).items() if seen.is_whole]
+    if not steps:
+        return None
+    return _command(scene, "consolidate", f"{scene.field.run}/step-{scene.draw.choice(steps)}")
+
+
 def _other_job(scene: Scene) -> str | None:
     if not scene.running.has_said("made"):
         return None
@@ -256,5 +263,6 @@ KINDS: Sequence[Disturbance] = (
     Disturbance("prune", _prune, after_restore=True),
     Disturbance("pin", _pin, after_restore=True),
     Disturbance("verify", _verify, after_restore=True),
+    Disturbance("consolidate", _consolidate, after_restore=True),
     Disturbance("another job", _other_job, after_restore=True),
 )

@@ -34,7 +34,7 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.runs.events import StepSaved, StepsRemoved
 from tests.distributed.launch import STOCK_WARNINGS
-from tests.soak.contents import content, local, placed
+from tests.soak.contents import CHANGE_EVERY, content, local, placed
 
 from .clocks import set_clock
 from .plans import LEASE_SECONDS, Plan
@@ -48,7 +48,7 @@ Report = Callable[..., None]
 
 def tag_of(job: int, save: int) -> int:
     """Return the number of a save, the same for no two; later ones have larger ones."""
-    return 1000 * job + save
+    return CHANGE_EVERY * job + save
 
 
 def serve(plan: Plan, rank: int, where: Path, arm: Callable[[int], None]) -> None:

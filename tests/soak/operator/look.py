@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,6 +63,12 @@ class Look:
         }
         return [self._seen(root, folders) for root, folders in roots.values()]
 
+    def sharing(self, run: Path, steps: Set[int]) -> set[int]:
+        """Return the steps of the durable tier that have files of some of these."""
+        beside = tuple(f"../step-{step}/" for step in steps)
+        roots = {step: root_of(folder) for step, folder in folders_of(run).items()}
+        return {step for step, root in roots.items() if root and any(name.startswith(beside) for name in root.files)}
+
     def _seen(self, root: Root, folders: Iterable[Path]) -> Seen:
         there: dict[str, bool] = {}
         for folder in folders:
@@ -84,6 +90,11 @@ def folders_of(place: Path) -> dict[int, Path]:
     return {int(rest): folder for folder, rest in names if rest.isdecimal() and str(int(rest)) == rest}
 
 
+def _file_of(name: str, nbytes: int, footer_nbytes: int, footer_crc: int, *beside: str) -> tuple[str, int]:
+    """Return the path of a data file from the directory, which is beside it for one that is shared, and its size."""
+    return ("/".join(["..", *beside[:1], name]) if beside else name), nbytes
+
+
 def root_of(folder: Path) -> Root | None:
     """Return the `.metadata` of a directory; None if there is none, or it can't be read or is of another step."""
     step = int(folder.name.removeprefix("step-"))
@@ -92,7 +103,7 @@ def root_of(folder: Path) -> Root | None:
         metadata = pickle.loads(data)
         text = data[data.rindex(_SUMMARY) + len(_SUMMARY) + _CRC_DIGITS :].decode("ascii", "replace")
         summary, _ = json.JSONDecoder().raw_decode(text)
-        files = {name: nbytes for (name, nbytes, *_), _ in metadata.storage_data.values()}
+        files = dict(_file_of(*file) for file, _ in metadata.storage_data.values())
     except (OSError, ValueError, EOFError, AttributeError, pickle.UnpicklingError):
         return None
     if summary.get("step") != step:

@@ -96,9 +96,11 @@ def draw_plan(draw: random.Random, number: int, family: int, run: Path, nodes: l
         "run_id": "soak" if draw.random() < 0.8 else f"soak-{number}",
         "lease_seconds": LEASE_SECONDS,
     }
-    if draw.random() < 0.85:
+    if draw.random() < 0.75:
         options |= {"fast_every": draw.choice([2, 5]), "fast_keep": draw.choice([1, 2, 3])}
         options["copies"] = draw.choice([0, 1, 1]) if len(set(shape)) > 1 else 0
+    else:
+        options["incremental"] = draw.random() < 0.8
     count = draw.randint(3, 30)
     clock = draw.choice(CLOCKS) if has_clock else 0
     has_jump = has_clock and draw.random() < 0.15

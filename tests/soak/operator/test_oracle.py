@@ -70,6 +70,21 @@ def test_files_of_all_nodes_together_make_a_step(tmp_path: Path, run: Path) -> N
     assert _oracle().before(tmp_path / "none", [node]).newest == (10, 110)
 
 
+def test_a_step_is_whole_with_the_files_that_it_shares(tmp_path: Path) -> None:
+    run, oracle, state = tmp_path / "run", _oracle(), {"w": torch.arange(200_000)}
+    with CheckpointManager(run, every=10, preemption_signals=(), sync_files=False, incremental=True) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, state | {"step": step}, metrics={"tag": 100 + step})
+            manager.wait()  # the next one shares with what is published
+    assert oracle.before(run, ()).newest == (30, 130)
+    assert oracle.look.sharing(run, {10}) == {20, 30}
+    assert oracle.look.sharing(run, {20}) == oracle.look.sharing(run, set()) == set()
+    shutil.rmtree(run / "step-20")
+    assert oracle.before(run, ()).newest == (30, 130)
+    next((run / "step-10").glob("*.distcp")).unlink()
+    assert oracle.before(run, ()).newest is None
+
+
 def test_the_newest_is_what_is_restored() -> None:
     before = _before(10, 20, possible=(30,))
     _oracle().check_restored(before, _word(20), None)
