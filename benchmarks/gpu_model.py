@@ -12,8 +12,8 @@ from __future__ import annotations
 import heapq
 import json
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -31,6 +31,14 @@ _UNTIL_SIZES: Final = ("inspect_blocks", "split_blocks", "measure_slices")
 _GATHER: Final = ("copy_pieces", "write_slices")
 _CRC_RATE: Final = 9e9  # bytes a second of one core of that machine
 _CRC_THREADS: Final = 4
+_TERMS: Final = {
+    "nothing: as it is": (),
+    "Python": ("host",),
+    "kernels but those that decode": ("until_sizes", "gather"),
+    "kernels that decode, also to check": ("rest",),
+    "CRCs": ("crc",),
+    "all but the bus": ("host", "until_sizes", "gather", "rest", "crc"),
+}
 
 # What a worker does next: the places that it needs at the same time, and for how many seconds each.
 Step = dict[str, float]
@@ -127,15 +135,19 @@ def _decodes(rates: Rates, batches: Iterator[int]) -> Iterator[Step]:
         yield {"give back": 0.0}
 
 
-def modelled(results: Path, action: str, *, threads: int) -> tuple[float, dict[str, float]]:
+def modelled(
+    results: Path, action: str, *, threads: int, without: Sequence[str] = ()
+) -> tuple[float, dict[str, float]]:
     """Return how long it takes, as a multiple of a plain copy, and for what share of that each place is busy.
 
     Args:
         results: the folder of the results.
         action: `encode`, to page-locked memory, or `decode`, from there.
         threads: how many encode or decode.
+        without: the terms that take no time, fields of `Rates`.
     """
     rates, left = Rates.of(results, action), iter(range(_STATE_NBYTES // _BATCH_NBYTES))
+    rates = replace(rates, **dict.fromkeys(without, 0.0))
     work = _encodes if action == "encode" else _decodes
     queues = _Queues()
     seconds = queues.run([work(rates, left) for _ in range(threads)])
@@ -161,6 +173,13 @@ def gpu_model(results: Path) -> str:
             lines.append(
                 f"| {what}, {threads} thread{'s'[: threads > 1]} | {times:.2f} | {' | '.join(shares)} | {cores} |"
             )
+    lines += ["", "The same, in multiples of a plain pinned copy, if one of the terms took no time:", ""]
+    columns = [("encode", 2), ("encode", 3), ("decode", 4), ("decode", 8)]
+    names = [f"{'to' if action == 'encode' else 'from'} the host, {threads} threads" for action, threads in columns]
+    lines += [f"| without | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
+    for what, without in _TERMS.items():
+        found = [modelled(results, action, threads=threads, without=without)[0] for action, threads in columns]
+        lines.append(f"| {what} | {' | '.join(f'{times:.2f}' for times in found)} |")
     return "\n".join(lines)
 
 

@@ -26,3 +26,13 @@ def test_more_threads_are_no_slower_and_nothing_is_faster_than_its_busiest_place
     slowest = max(rates.host, rates.until_sizes + rates.gather + rates.rest, rates.bus)
     assert times[-1] >= slowest / rates.plain
     assert all(share <= 1 + 1e-9 for _, busy in found for place, share in busy.items() if place != "cores")
+
+
+@pytest.mark.parametrize("action", ["encode", "decode"])
+def test_without_all_other_terms_the_bus_is_left(action: str) -> None:
+    rates = Rates.of(RESULTS, action)
+    terms = ("host", "until_sizes", "gather", "rest", "crc")
+    as_it_is, _ = modelled(RESULTS, action, threads=4)
+    without_one = [modelled(RESULTS, action, threads=4, without=[term])[0] for term in terms]
+    assert all(rates.bus / rates.plain <= times <= as_it_is + 1e-9 for times in without_one)
+    assert modelled(RESULTS, action, threads=4, without=terms)[0] == pytest.approx(rates.bus / rates.plain)
