@@ -27,12 +27,12 @@ from dcp_nvcomp import (
     tools,
 )
 from dcp_nvcomp.maintenance.recovery import RECOVERED
-from dcp_nvcomp.runs import list_run
+from dcp_nvcomp.runs import list_run, prune_run
 from tests.checkpoints import assert_holds, load
 from tests.conformance.plugins import OURS, OURS_FROM_STOCK, Plugin, quiet_stock
 from tests.conformance.values import all_values
 from tests.distributed.launch import RankPool
-from tests.states import assert_same, assert_same_bits, opposite_of
+from tests.states import State, assert_same, assert_same_bits, opposite_of
 
 from .kinds import EVERYWHERE, on
 from .places import PART_NBYTES, Place
@@ -198,6 +198,35 @@ def test_a_run(place: Place) -> None:
         restored = manager.restore(state)
     assert restored is not None and restored.step == 3
     assert_same(state, place.state(3))
+
+
+@pytest.mark.ci
+@on("disk", "mounted", "moto", "ceph", "azure", "gcs", "sftp", "smb", "ftp", "memory", "plain-moving")
+def test_a_run_whose_steps_share_files(place: Place) -> None:
+    def state(step: int) -> State:
+        return place.state(step) | {"frozen": torch.arange(50_000)}
+
+    step_url = f"{place.url}/step-{{}}"
+    with CheckpointManager(place.url, every=1, run_id="job", incremental=True, **place.options) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+            manager.wait()  # the next one shares with what is published
+    run = list_run(place.url, storage_options=place.options)
+    assert [(step.step, step.shares) for step in run.steps] == [(1, ()), (2, ("step-1",)), (3, ("step-1",))]
+    removed = prune_run(place.url, Keep(last=1), storage_options=place.options).removed
+    assert [step.step for step in removed] == [2]
+    assert tools.clean(step_url.format(1), storage_options=place.options).orphans == ()
+    assert tools.verify(step_url.format(3), full=True, storage_options=place.options).is_sound
+    found = state(0)
+    with CheckpointManager(place.url, run_id="job", incremental=True, **place.options) as manager:
+        restored = manager.restore(found)
+        assert restored is not None and restored.step == 3
+        assert_same(found, state(3))
+        manager.save(4, state(4))
+    tools.consolidate(step_url.format(4), storage_options=place.options)
+    removed = prune_run(place.url, Keep(last=1), storage_options=place.options).removed
+    assert [step.step for step in removed] == [1, 3]
+    assert_same(load(step_url.format(4), state(0), **place.options), state(4))
 
 
 def test_a_chain_that_keeps_whole_files_reads_what_it_first_read(tmp_path: Path) -> None:
