@@ -35,6 +35,7 @@ from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, path
 from dcp_nvcomp.errors import CheckpointExistsError
 from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.metadata.paths import has_keys, paths_of, paths_to_store
+from dcp_nvcomp.format.metadata.shares import end_removal
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
     METADATA_NAME,
@@ -198,6 +199,7 @@ def write_dcp(path: str, planner: ConvertingPlanner, *, overwrite: bool, storage
                     data = save.run(directory, directory, path)
                     for name in save.names:
                         _upload(filesystem, Path(directory) / name)
+                end_removal(filesystem)
                 filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
         except BaseException as error:
             if not getattr(error, "outcome_unknown", False):

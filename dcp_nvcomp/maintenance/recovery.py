@@ -32,7 +32,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.roots import Root, read_root, read_whole_temporary
-from dcp_nvcomp.format.metadata.shares import leave_marks
+from dcp_nvcomp.format.metadata.shares import end_removal, leave_marks
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
     copy_name_of,
@@ -257,7 +257,8 @@ def _publish(filesystem: Filesystem, name: str, current: _Current) -> Root:
     root = read_root(filesystem, name)
     data = root.data
     # those of the save may be gone: without metadata they count for an hour
-    leave_marks(filesystem, posixpath.basename(real_place(filesystem.path)), root.files())
+    leave_marks(filesystem, posixpath.basename(real_place(filesystem.path)), root.files(), root.save_id or "")
+    end_removal(filesystem)
     if current.data is not None:
         if filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) != current.data:
             message = "Another save was published in the meantime. Nothing was changed."

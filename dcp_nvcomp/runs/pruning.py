@@ -87,7 +87,7 @@ def prune_run(
     Raises:
         ConfigurationError: an option is unknown or can't work, or steps would go while none has a
             metric by which the best are kept.
-        CheckpointNotFoundError: the run has no complete step.
+        CheckpointNotFoundError: the run has no complete step, and nothing that a removal left.
         StorageError: the storage fails.
 
     Examples:
@@ -100,7 +100,7 @@ def prune_run(
     """
     durable = _durable(path, step_template, storage_options)
     found = durable.list()
-    if not found.complete:
+    if not found.complete and not found.removing:
         with opened(path, storage_options) as filesystem:
             other = refused(filesystem, "the directory of a run", but=["run"])
         raise other or CheckpointNotFoundError(

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -21,11 +21,12 @@ from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageErr
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root
-from dcp_nvcomp.format.metadata.shares import Needed, needed_by_others
+from dcp_nvcomp.format.metadata.shares import Needed, end_removal, needed_by_others
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
     METADATA_NAME,
+    REMOVING,
     rank_metadata_name,
     rank_of_metadata_name,
     save_metadata_name,
@@ -92,8 +93,11 @@ def data_files(metadata: Metadata) -> dict[str, int]:
     return metadata.files() if isinstance(metadata, PlannedMetadata) else files_of(metadata)
 
 
-def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> None:
-    """Make sure that all data files are where readers will look for them, with the sizes that were written."""
+def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> Collection[str]:
+    """Make sure that all data files are where readers will look for them, with the sizes that were written.
+
+    Returns the names of all files there, none where credentials don't allow to list them.
+    """
     try:
         listed = {file.name: file.nbytes for file in filesystem.list_files()}
     except StorageError as error:
@@ -112,6 +116,7 @@ def _check_present(filesystem: Filesystem, files: Mapping[str, int]) -> None:
             path=filesystem.location(name),
             errno=errno.ENOENT,
         )
+    return listed.keys()
 
 
 def _missing(filesystem: Filesystem, name: str, nbytes: int) -> str:
@@ -171,7 +176,8 @@ def commit_files(filesystem: Filesystem, save: WrittenSave, last: LastPublished,
         current = files_of_current(filesystem, last, seen=lambda root: _warn_of_stock(filesystem, root))
         replaced = (current or set()) | _files_of_ranks(filesystem)
         filesystem.publish(copy, save.data)
-        _check_present(filesystem, save.files)
+        if REMOVING in _check_present(filesystem, save.files):
+            filesystem.remove([REMOVING])  # of a removal that was cut short, which would go on with this save
     except (CheckpointError, Warning):
         remove_files(filesystem, {copy, *save.own_files}, "a save that was not published")
         raise
@@ -235,6 +241,7 @@ def commit_rank(filesystem: Filesystem, metadata: Metadata, rank: int, own_files
     except CheckpointError:
         remove_files(filesystem, own_files, "a save that was not published")
         raise
+    end_removal(filesystem)
     filesystem.publish(name, data, overwrite=False)
 
 

@@ -435,7 +435,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """Mark the checkpoints whose files this one shares, and return their directories."""
         names = [name for name in data_files(metadata) if name.startswith(BESIDE)]
         try:
-            leave_marks(filesystem, posixpath.basename(real_place(save.place)), names)
+            leave_marks(filesystem, posixpath.basename(real_place(save.place)), names, save.save_id)
             # until the marks were there, what is shared was kept by the reference, if that is what it was
             for directory, before in save.references.items() if names else ():
                 if before is not None and state_beside(filesystem, directory) != before:

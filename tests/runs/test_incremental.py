@@ -129,10 +129,10 @@ def test_what_a_save_refers_to_is_not_removed_meanwhile(tmp_path: Path, monkeypa
     staged, pruned = threading.Event(), threading.Event()
     leave_marks, prune = writer_module.leave_marks, DurableStage.prune
 
-    def late(filesystem: Any, directory: str, names: Any) -> None:
+    def late(filesystem: Any, directory: str, names: Any, save_id: str) -> None:
         if directory in ("step-3", "step-4"):
             assert (staged if directory == "step-3" else pruned).wait(60)
-        leave_marks(filesystem, directory, names)
+        leave_marks(filesystem, directory, names, save_id)
 
     def told(stage: Any) -> None:
         prune(stage)
@@ -268,10 +268,10 @@ def test_a_step_that_is_saved_again_is_not_referred_to_while_it_is(tmp_path: Pat
     leave_marks = writer_module.leave_marks
     late = threading.Event()
 
-    def slow(filesystem: Any, directory: str, names: Any) -> None:
+    def slow(filesystem: Any, directory: str, names: Any, save_id: str) -> None:
         if directory == "step-2" and late.is_set():
             assert free.wait(60)
-        leave_marks(filesystem, directory, names)
+        leave_marks(filesystem, directory, names, save_id)
 
     monkeypatch.setattr(writer_module, "leave_marks", slow)
     with _manager(tmp_path, asynchronous=True) as manager:

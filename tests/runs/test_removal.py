@@ -5,14 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from dcp_nvcomp import Best, CheckpointManager, CheckpointNotFoundError, Keep, StorageError, load, save
+from dcp_nvcomp import (
+    Best,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    Keep,
+    NvcompWriter,
+    StorageError,
+    async_save,
+    convert,
+    load,
+    save,
+)
 from dcp_nvcomp.format.metadata.shares import is_being_removed
 from dcp_nvcomp.format.names import REMOVING
 from dcp_nvcomp.runs import SavedStep, pin_step, prune_run
@@ -24,6 +36,7 @@ from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.storage.base import temporary_name
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.tools import recover
 from tests.checkpoints import assert_loads
 from tests.faults.intercept import POSIX_CALLS, intercept_system_calls
 from tests.runs.jobs import steps_in
@@ -130,6 +143,55 @@ def test_a_save_into_a_step_whose_removal_was_cut_short_stays(tmp_path: Path) ->
     with CheckpointManager(tmp_path) as manager:
         assert [saved.step for saved in manager.steps()] == [2]
     assert_loads(step, STATE)
+
+
+def _recovered(step: Path) -> None:
+    save(STATE, step, no_dist=True)
+    (step / ".metadata").unlink()
+    (step / REMOVING).touch()
+    assert recover(step).outcome == "recovered"
+
+
+AGAIN: dict[str, Callable[[Path], object]] = {
+    "save": lambda step: save(STATE, step, no_dist=True),
+    "async_save": lambda step: async_save(STATE, step, no_dist=True).upload_completion.result(60),
+    "convert": lambda step: convert(_saved(step.with_name("other")), step),
+    "convert to stock DCP": lambda step: convert(_saved(step.with_name("other")), step, to="dcp"),
+    "recover": _recovered,
+}
+
+
+@pytest.mark.parametrize("again", AGAIN.values(), ids=AGAIN)
+def test_what_is_put_by_hand_where_a_removal_was_cut_short_stays(tmp_path: Path, again: Callable[[Path], None]) -> None:
+    step = tmp_path / "step-2"
+    step.mkdir()
+    (step / REMOVING).touch()
+    again(step)
+    assert not (step / REMOVING).exists()
+    _saved(tmp_path / "step-1")
+    assert prune_run(tmp_path, Keep(last=9)).removed == ()
+    with CheckpointManager(tmp_path) as manager:
+        assert [saved.step for saved in manager.steps()] == [1, 2]
+    assert_loads(step, STATE)
+
+
+def test_a_rank_without_collectives_ends_a_removal_that_was_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / REMOVING).touch()
+    dcp.save(STATE, storage_writer=NvcompWriter(tmp_path / "step-2"), no_dist=True, use_collectives=False)
+    _saved(tmp_path / "step-1")
+    assert prune_run(tmp_path, Keep(last=9)).removed == ()
+    assert (tmp_path / "step-2" / "__0.metadata").exists()
+
+
+def test_what_a_removal_left_goes_although_no_step_is_complete(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError):
+        prune_run(tmp_path, Keep(last=1))
+    step = _saved(tmp_path / "step-1")
+    (step / ".metadata").unlink()
+    (step / REMOVING).touch()
+    assert [saved.step for saved in prune_run(tmp_path, Keep(last=1)).removed] == [1]
+    assert not step.exists()
 
 
 def test_what_is_pinned_or_loaded_is_not_removed(tmp_path: Path) -> None:

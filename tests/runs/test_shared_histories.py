@@ -1,4 +1,4 @@
-"""Steps that share files, in random histories: saved, saved again, pruned, cleaned, made whole, and killed at any call.
+"""Steps that share files, in random histories: saved, saved again, pruned, cleaned, made whole, lost, and killed.
 
 Whatever happens, each checkpoint that is there has the values that were saved. A model knows only these. `python -m
 tests.runs.test_shared_histories 10000` runs as many histories, each with a seed that it names if it fails.
@@ -21,17 +21,20 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointNotFoundError, Keep, load, save
+from dcp_nvcomp.errors import CheckpointReplacedError
+from dcp_nvcomp.format.metadata.roots import read_current
 from dcp_nvcomp.format.names import METADATA_NAME, REMOVING
 from dcp_nvcomp.runs import prune_run
 from dcp_nvcomp.saving.process_state import forget_all
-from dcp_nvcomp.tools import clean, consolidate
+from dcp_nvcomp.storage.open import open_filesystem
+from dcp_nvcomp.tools import clean, consolidate, recover
 from tests.effort import THOROUGH
 from tests.faults.intercept import POSIX_CALLS, intercept_system_calls
 
 Values = dict[str, int]
 
 KEYS = ("base", "head", "moment")
-OPERATIONS = ("save", "save", "save", "save", "save again", "prune", "clean", "consolidate", "time", "restart")
+OPERATIONS = ("save", "save", "save", "save", "save again", "prune", "clean", "consolidate", "lose", "time", "restart")
 
 
 class Killed(BaseException):
@@ -95,9 +98,9 @@ class History:
         self._save_to(f"step-{self._count}")
 
     def _save_again(self) -> None:
-        there = self._there
-        if there:
-            self._save_to(self.random.choice(there))
+        folders = sorted(path.name for path in self.run.glob("step-*"))  # also what a removal left
+        if folders:
+            self._save_to(self.random.choice(folders))
 
     def _save_to(self, name: str) -> None:
         for key in KEYS[1:] if self.random.random() < 0.8 else KEYS:
@@ -106,13 +109,14 @@ class History:
         others = [one for one in self._there if one != name]
         choices: list[Any] = [(), others[-1:], others[-1:], self.random.sample(others, len(others))]
         reference = [str(self.run / one) for one in self.random.choice(choices)]
-        before = self.saved.get(name)
+        before = self.saved[name] if name in self._there else None
         self.said[-1] += f" to {name} with {[Path(one).name for one in reference]}"
         self.saved[name] = {}
         with self._perhaps_killed():
             stats = save(_state(self.values), self.run / name, no_dist=True, reference=reference, **_QUICK)
             self.saved[name] = dict(self.values)
             self.shared += "shared" in stats.by_codec
+            assert not (self.run / name / REMOVING).exists(), "the next start would remove it"
         if not self.saved[name]:  # killed: it is there, or what was before
             found = _loaded(self.run / name)
             assert found in (None, before, self.values) and (found is not None or before is None)
@@ -136,6 +140,25 @@ class History:
         if self._there:
             with self._perhaps_killed():
                 consolidate(self.run / self.random.choice(self._there))
+
+    def _lose(self) -> None:
+        """Lose the metadata of one, go on, and recover it."""
+        there = [one for one in self._there if not (self.run / one / REMOVING).exists()]
+        if not there:
+            return
+        path = self.run / self.random.choice(there)
+        save_id = read_current(open_filesystem(path)).save_id
+        self.said[-1] += f" {path.name}"
+        (path / METADATA_NAME).unlink()
+        for do in self.random.sample([self._time, self._prune, self._clean], self.random.randrange(4)):
+            do()
+        try:
+            found = recover(path, save_id=save_id)
+        except CheckpointReplacedError:
+            prune_run(self.run, Keep(last=99))
+            found = recover(path, save_id=save_id)
+        assert found.outcome == "recovered", found
+        forget_all()
 
     def _time(self) -> None:
         """Let two hours pass."""

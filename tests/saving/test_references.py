@@ -21,6 +21,7 @@ import xxhash
 from dcp_nvcomp import (
     ConfigurationError,
     CorruptDataError,
+    Keep,
     NvcompReader,
     NvcompWriter,
     SaveStats,
@@ -39,6 +40,7 @@ from dcp_nvcomp.format.metadata.summary import summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, mark_name
 from dcp_nvcomp.maintenance import consolidation
 from dcp_nvcomp.maintenance.run_listing import list_run
+from dcp_nvcomp.runs import prune_run
 from dcp_nvcomp.saving import references as references_module
 from dcp_nvcomp.saving import writer as writer_module
 from dcp_nvcomp.saving.process_state import forget_all
@@ -365,7 +367,7 @@ def test_a_checkpoint_whose_removal_begins_meanwhile_is_not_shared(tmp_path: Pat
         return publish(filesystem, name, *arguments, **options)
 
     monkeypatch.setattr(PosixFilesystem, "publish", as_it_begins)
-    with pytest.raises(CheckpointReplacedError, match="is being removed: save again"):
+    with pytest.raises(CheckpointReplacedError, match="is being removed: try again"):
         _save(_state(), tmp_path / "b", tmp_path / "a")
     assert not list((tmp_path / "b").glob("*.distcp")) and not (tmp_path / "b" / METADATA_NAME).exists()
 
@@ -373,7 +375,7 @@ def test_a_checkpoint_whose_removal_begins_meanwhile_is_not_shared(tmp_path: Pat
 @pytest.mark.parametrize(
     ("number", "error", "says"),
     [
-        (errno.ENOENT, CheckpointReplacedError, "'a', whose files this one was to share, was removed: save again"),
+        (errno.ENOENT, CheckpointReplacedError, "'a', whose files this one was to share, was removed: try again"),
         (errno.EACCES, StorageError, "directory 'a', whose files .* has to be writable"),
         (errno.EROFS, StorageError, "directory 'a', whose files .* has to be writable"),
     ],
@@ -431,15 +433,43 @@ def test_what_is_recovered_keeps_what_it_shares(tmp_path: Path) -> None:
     assert_loads(tmp_path / "b", _state())
 
 
+def test_what_could_be_recovered_is_kept(tmp_path: Path) -> None:
+    """However long ago its metadata was lost: there is a copy of it."""
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    _save(state, tmp_path / "b", tmp_path / "a")
+    (tmp_path / "b" / METADATA_NAME).unlink()
+    _age(tmp_path / "a")
+    save({"x": torch.zeros(3)}, tmp_path / "a", no_dist=True)
+    _age(tmp_path / "a")
+    tools.clean(tmp_path / "a")
+    assert (tmp_path / "a" / mark_name("b")).exists()
+    assert tools.recover(tmp_path / "b").outcome == "recovered"
+    assert_loads(tmp_path / "b", state)
+
+
+def test_recovering_beside_a_removal_that_was_cut_short(tmp_path: Path) -> None:
+    state = _state()
+    _save(state, tmp_path / "step-1", ())
+    _save(state, tmp_path / "step-2", tmp_path / "step-1")
+    (tmp_path / "step-2" / METADATA_NAME).unlink()
+    (tmp_path / "step-1" / REMOVING).touch()
+    with pytest.raises(CheckpointReplacedError, match="was cut short, `dcp-nvcomp prune` ends it"):
+        tools.recover(tmp_path / "step-2")
+    assert prune_run(tmp_path, Keep(last=1)).removed == ()
+    assert tools.recover(tmp_path / "step-2").outcome == "recovered"
+    assert_loads(tmp_path / "step-2", state)
+
+
 def test_a_reference_that_is_replaced_meanwhile(tmp_path: Path, monkeypatch: Any) -> None:
     """By a save that has looked for marks before this one left its own."""
     state, leave_marks = _state(), writer_module.leave_marks
     _save(state, tmp_path / "a", ())
 
-    def late(filesystem: Any, directory: str, names: Any) -> None:
+    def late(filesystem: Any, directory: str, names: Any, save_id: str) -> None:
         if directory == "b":
             _save({"x": torch.zeros(3)}, tmp_path / "a", None)
-        leave_marks(filesystem, directory, names)
+        leave_marks(filesystem, directory, names, save_id)
 
     monkeypatch.setattr(writer_module, "leave_marks", late)
     with pytest.raises(CheckpointReplacedError, match="'a' was replaced or removed during the save"):

@@ -3,11 +3,11 @@
 A checkpoint may name data files of others in the same parent directory (saving/references.py). Before it is published,
 it leaves a mark in the directory of each of these:
 
-    .shared.<directory>      empty; <directory> is the name of the one that shares
+    .shared.<directory>      holds the id of the save that shares; <directory> is the name of its directory
 
 Whoever is about to remove data files looks for marks, and for each mark into the metadata of the directory that it
-names. So a mark alone keeps nothing for long: one without metadata, whose save failed or is about to be published,
-keeps all files for an hour.
+names, or the immutable copy if that is lost. So a mark alone keeps nothing for long: one without metadata, whose save
+failed or is about to be published, keeps all files for an hour.
 """
 
 from __future__ import annotations
@@ -20,16 +20,24 @@ from typing import Final
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, StorageError
 from dcp_nvcomp.format.metadata.roots import is_missing, read_root
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES
-from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, mark_name, marking_directory, shared_directories
+from dcp_nvcomp.format.names import (
+    METADATA_NAME,
+    REMOVING,
+    copy_name_of,
+    mark_name,
+    marking_directory,
+    shared_directories,
+)
 from dcp_nvcomp.storage.base import BESIDE, FileInfo, Filesystem
 
 # How long a mark counts whose metadata is not there: it was written right before that.
 _UNPUBLISHED_SECONDS: Final = 3600.0
+_ID_NBYTES: Final = 32  # of a save
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) -> None:
-    """Mark the directories of files that a checkpoint, in `directory`, shares.
+def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str], save_id: str) -> None:
+    """Mark the directories of files that a checkpoint, a save in `directory`, shares.
 
     Raises:
         CheckpointReplacedError: one of them was removed, or is being removed. If that begins later, it finds the mark.
@@ -37,11 +45,11 @@ def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) ->
     """
     for shared in shared_directories(names):
         try:
-            filesystem.publish(f"{BESIDE}{shared}/{mark_name(directory)}", b"")
+            filesystem.publish(f"{BESIDE}{shared}/{mark_name(directory)}", save_id.encode())
         except StorageError as error:
             if is_missing(error):
                 raise CheckpointReplacedError(
-                    f"The checkpoint in {shared!r}, whose files this one was to share, was removed: save again.",
+                    f"The checkpoint in {shared!r}, whose files this one was to share, was removed: try again.",
                     path=filesystem.path,
                 ) from error
             if error.errno not in _READ_ONLY:
@@ -54,7 +62,8 @@ def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) ->
             ) from error
         if is_being_removed(filesystem, shared):
             raise CheckpointReplacedError(
-                f"The checkpoint in {shared!r}, whose files this one was to share, is being removed: save again.",
+                f"The checkpoint in {shared!r}, whose files this one was to share, is being removed: try again. If "
+                "that was cut short, `dcp-nvcomp prune` ends it first, and leaves what is needed.",
                 path=filesystem.path,
             )
 
@@ -62,6 +71,12 @@ def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str]) ->
 def is_being_removed(filesystem: Filesystem, beside: str | None = None) -> bool:
     """Return whether the removal of a checkpoint, or of one beside it, has begun; it may have been cut short."""
     return filesystem.file_nbytes(REMOVING if beside is None else f"{BESIDE}{beside}/{REMOVING}") is not None
+
+
+def end_removal(filesystem: Filesystem) -> None:
+    """Take away the mark of a removal that was cut short: what is published next would be removed with the rest."""
+    if is_being_removed(filesystem):
+        filesystem.remove([REMOVING])
 
 
 def state_beside(filesystem: Filesystem, directory: str) -> bytes | None:
@@ -121,5 +136,15 @@ def needed_by_others(filesystem: Filesystem, files: Sequence[FileInfo]) -> Neede
 
 def _shared_by(filesystem: Filesystem, directory: str) -> set[str]:
     """Return the names of files beside it that the checkpoint in a directory needs, wherever they are."""
-    root = read_root(filesystem, f"{BESIDE}{directory}/{METADATA_NAME}")
+    try:
+        root = read_root(filesystem, f"{BESIDE}{directory}/{METADATA_NAME}")
+    except CheckpointError as error:
+        if not is_missing(error):
+            raise
+        copy = copy_name_of(
+            filesystem.read_all(mark_name(directory), limit_nbytes=_ID_NBYTES).decode("ascii", "replace")
+        )
+        if copy is None:
+            raise
+        root = read_root(filesystem, f"{BESIDE}{directory}/{copy}")  # what `recover` publishes again
     return {name.rpartition("/")[2] for name in root.files() if name.startswith(BESIDE)}
