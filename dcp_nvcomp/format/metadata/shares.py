@@ -70,7 +70,8 @@ def leave_marks(filesystem: Filesystem, directory: str, names: Iterable[str], sa
 
 def is_being_removed(filesystem: Filesystem, beside: str | None = None) -> bool:
     """Return whether the removal of a checkpoint, or of one beside it, has begun; it may have been cut short."""
-    return filesystem.file_nbytes(REMOVING if beside is None else f"{BESIDE}{beside}/{REMOVING}") is not None
+    mark = REMOVING if beside is None else f"{BESIDE}{beside}/{REMOVING}"
+    return filesystem.file_nbytes(mark) is not None
 
 
 def end_removal(filesystem: Filesystem) -> None:
