@@ -34,7 +34,7 @@ from dcp_nvcomp.codecs.encoded_run import EncodedRun
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
 from dcp_nvcomp.engines.cuda.batches import RowTable
-from dcp_nvcomp.engines.cuda.decode_jobs import DecodeRun
+from dcp_nvcomp.engines.cuda.decode_jobs import DecodeRun, JobChecks
 from dcp_nvcomp.engines.cuda.device import Launch
 from dcp_nvcomp.engines.cuda.engine import EncodeJob, EnginePolicy
 from dcp_nvcomp.saving.encode.records import RecordMaker
@@ -117,6 +117,7 @@ class _Work:
         count = nbytes // chain.block_nbytes
         self._room = memoryview(bytearray(1)) if count == 0 else torch.empty(2 * nbytes, dtype=torch.uint8).numpy().data
         self._runs: list[DecodeRun] = []
+        self._checks = JobChecks()
 
     def encode(self) -> None:
         """Encode as a save does: blocks are made of tensors first."""
@@ -138,8 +139,9 @@ class _Work:
             ]
 
     def decode(self) -> None:
-        """Decode, but for what is looked at on the host before: the frames are none."""
-        self._engine._decode_served(self._runs, "stored")
+        """Decode as a load does, which looks at the rows first."""
+        assert self._checks.passes(*self._runs)
+        self._engine.decode_checked(self._runs, verify="stored")
 
 
 class _Feed:

@@ -197,16 +197,21 @@ class Decoder:
     def _runs(
         self, blocks: list[BlockRead], fetched: Fetched, device: torch.device
     ) -> tuple[list[DecodeRun], list[BlockRead]]:
-        """Return what follows each other in the file and in memory and is as it was stored, and the other blocks."""
-        runs, others = list[DecodeRun](), list[BlockRead]()
+        """Return what follows each other in the file and in memory, with rows that make sense, and the other blocks."""
+        runs, others = list[tuple[DecodeRun, list[BlockRead]]](), list[BlockRead]()
         for _, same in groupby(enumerate(blocks), lambda one: (one[1].number - one[0], _only_target(one[1]))):
             these = [block for _, block in same]
             run = self._run(these, fetched, device) if len(these) > 1 else None
             if run is None:
                 others += these
             else:
-                runs.append(run)
-        return runs, others
+                runs.append((run, these))
+        found = [run for run, _ in runs]
+        if not runs or self._checks.passes(*found):
+            return found, others
+        passing = [self._checks.passes(run) for run in found]
+        others += [block for (_, these), passes in zip(runs, passing, strict=True) if not passes for block in these]
+        return [run for run, passes in zip(found, passing, strict=True) if passes], others
 
     def _run(self, blocks: list[BlockRead], fetched: Fetched, device: torch.device) -> DecodeRun | None:
         read, first, last = fetched.read, blocks[0], blocks[-1]
@@ -218,7 +223,7 @@ class Decoder:
         if out is None:
             return None
         data = fetched.data[first.start - read.start : last.stop - read.start]
-        run = DecodeRun(
+        return DecodeRun(
             encoded_run(read.footer, first.number, last.number + 1, data),
             chain,
             out,
@@ -226,7 +231,6 @@ class Decoder:
             fqn=first.record.fqn or target.record.fqn,
             offset=first.start,
         )
-        return run if self._checks.passes(run) else None
 
     def _decode_alone(self, device: torch.device, blocks: list[BlockRead], fetched: Fetched) -> None:
         read, again, for_cpu = fetched.read, set[object](), list[_Pair]()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp.engines.cuda.decode_jobs import DecodeRun, singles_of
+from dcp_nvcomp.engines.cuda.decode_jobs import DecodeRun, JobChecks, singles_of
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
@@ -126,6 +126,29 @@ def test_blocks_are_decoded_where_they_belong(
     assert_same(into, state)
     inside = [first <= place < last for place in places]
     assert inside.count(True) == 12 and inside.count(False) == 4
+
+
+def test_a_run_that_can_not_go_to_a_gpu_as_it_is(
+    tmp_path: Path, on_the_engine: StandInPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that were read together with it do."""
+    state = {name: torch.randn(4500, 200) for name in "abc"}
+    save_on_cpu(tmp_path, state)
+    passes, decode, seen = JobChecks.passes, CudaEngine.decode_checked, list[tuple[bool, str | None]]()
+
+    def none_of_b(self: JobChecks, *runs: DecodeRun) -> bool:
+        return passes(self, *runs) and "b" not in {run.fqn for run in runs}
+
+    def watched(self: CudaEngine, works: Any, *, verify: str) -> None:
+        seen.extend((isinstance(work, DecodeRun), work.fqn) for work in works)
+        decode(self, works, verify=verify)
+
+    monkeypatch.setattr(JobChecks, "passes", none_of_b)
+    monkeypatch.setattr(CudaEngine, "decode_checked", watched)
+    into = destination(state)
+    load_into(tmp_path, into, thread_count=1)
+    assert_same(into, state)
+    assert {(True, "a"), (False, "b"), (True, "c")} <= {*seen} and (True, "b") not in seen
 
 
 def test_reads_are_longer_and_page_locked(tmp_path: Path, on_the_engine: StandInPool, pinned_nbytes: list[int]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_host import NullDevice
-from dcp_nvcomp.codecs import Bytes, CodecChain, Planes, Zstd
+from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.codecs.encoded_run import EncodedRun, encoded_nbytes, recoded, uncompressed_nbytes
 from dcp_nvcomp.engines.cuda.batches import RowTable
@@ -207,10 +207,14 @@ def changed(run: DecodeRun, at: int, what: str) -> DecodeRun:
     return replace(run, encoded=replace(encoded, data=memoryview(bytes(data)), **columns))
 
 
+ONLY_ON_A_GPU = CodecChain(Bytes(), Ans(1024, "|u1", "6.0.0"))
+FAULTS = ["byte", "flags", "length", "slice of no byte", "slice too long", "slices"]
+
+
 @pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize("what", ["byte", "flags", "length", "slice of no byte", "slice too long", "slices"])
-def test_a_run_with_a_block_that_is_not_what_its_rows_say(what: str, at: int) -> None:
-    (run,) = runs_of(jobs_of((OWN,), (5,)))
+@pytest.mark.parametrize(("chain", "what"), [*((OWN, what) for what in FAULTS), (ONLY_ON_A_GPU, "byte")])
+def test_a_run_with_a_block_that_is_not_what_its_rows_say(chain: CodecChain, what: str, at: int) -> None:
+    (run,) = runs_of(jobs_of((chain,), (5,)))
     device = StandInDevice(ReferenceKernels())
     with pytest.raises(CorruptDataError) as caught:
         engine_on(device).decode([changed(run, at, what)], verify="off")
@@ -218,7 +222,27 @@ def test_a_run_with_a_block_that_is_not_what_its_rows_say(what: str, at: int) ->
     start, stop = (run.encoded.bounds[at : at + 2] + run.offset).tolist()
     before = int(run.encoded.bounds[at - 1]) + run.offset
     assert caught.value.byte_range in ([(start, stop), (before, start)] if what == "slices" else [(start, stop)])
-    assert not device.copies_in, "a GPU must not see it"
+    # the CRC of the stored bytes is compared on the GPU, all else before a byte is there
+    seen = [*device.nvcomp.calls, *device.nvcomp.kernel_calls] if what == "byte" else device.copies_in
+    assert not seen, "no decoder on a GPU must see it"
+
+
+def test_stored_bytes_that_reach_the_gpu_wrong_are_decoded_from_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_in = StandInDevice.copy_in
+
+    def flips_in(device: StandInDevice, host: memoryview, target: torch.Tensor) -> None:
+        copy_in(device, host, target)
+        target[target.numel() // 2] ^= 1
+
+    monkeypatch.setattr(StandInDevice, "copy_in", flips_in)
+    jobs = jobs_of((OWN,), (7,))
+    device = StandInDevice(ReferenceKernels())
+    engine = engine_on(device)
+    with pytest.warns(RuntimeWarning, match="decoded blocks to wrong bytes"):
+        engine.decode(runs := runs_of(jobs), verify="off")
+    assert_decoded(jobs, runs)
+    assert engine.health.wrong_blocks == 1, "those beside it are not wrong"
+    assert not device.nvcomp.kernel_calls
 
 
 def padded_run(run: DecodeRun, nbytes: int) -> DecodeRun:

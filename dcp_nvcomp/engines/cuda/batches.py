@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -39,13 +39,21 @@ class RowTable:
 
 def _row_table(columns: Sequence[I64], more: Sequence[I64], lengths: I64) -> RowTable:
     """Rows of `columns`, the number of the row's first tile, then `more`; tiles cover `lengths`."""
-    assert lengths.size == 0 or int(lengths.max()) <= _MAX_ROW_NBYTES
-    counts = -(-lengths // TILE_NBYTES)
-    found = [*columns, np.cumsum(counts) - counts, *more]
+    first_tiles, tiles = _tiles(lengths.tobytes())
+    found = [*columns, first_tiles, *more]
     rows = np.empty((lengths.size, len(found)), np.uint64)
     for number, column in enumerate(found):
         rows[:, number] = column
-    return RowTable(rows, np.repeat(np.arange(lengths.size, dtype=np.uint32), counts))
+    return RowTable(rows, tiles)
+
+
+@lru_cache(maxsize=64)  # most tables of a batch are over the same lengths, and the next batch's are too
+def _tiles(of_lengths: bytes) -> tuple[I64, npt.NDArray[np.uint32]]:
+    """Return the number of each row's first tile, and of each tile the number of its row."""
+    lengths = np.frombuffer(of_lengths, np.int64)
+    assert lengths.size == 0 or int(lengths.max()) <= _MAX_ROW_NBYTES
+    counts = -(-lengths // TILE_NBYTES)
+    return np.cumsum(counts) - counts, np.repeat(np.arange(lengths.size, dtype=np.uint32), counts)
 
 
 def block_table(data: I64, nbytes: I64, width: I64, flags: I64, planes: I64) -> RowTable:

@@ -1,7 +1,7 @@
 """Encoded blocks to blocks, a batch at a time on a device; the blocks may be of any chains.
 
-check     on the host: CRC, lengths and flags, before the GPU sees a byte (decode_jobs.py)
-fetch     encoded blocks --> one run of device memory
+check     on the host: lengths and flags, before the GPU sees a byte (decode_jobs.py)
+fetch     encoded blocks --> one run of device memory, and the CRC of each, before a decoder sees them
 decode    frames --> slices of coded planes in scratch memory; stored slices are copied there
 merge     planes --> blocks, in the caller's memory
 inspect   each decoded block's CRC, which is compared on the host
@@ -105,11 +105,14 @@ class BatchDecoder:
     def decode(self, works: Sequence[Work], columns: Columns) -> dict[int, Doubt]:
         """Decode blocks; return what is wrong with some of them, which are numbered through all of the works."""
         with self._device.session([work.out for work in works]):
-            encoded, encoded_starts = self._fetch(works, columns.encoded_nbytes)
+            encoded, starts = self._fetch(works, columns.encoded_nbytes)
+            stored = read_crcs(start_crcs(self._device, starts[:-1] + encoded.data_ptr(), columns.encoded_nbytes))
+            if (doubts := _of_stored(stored != columns.encoded_crcs)) is not None:
+                return doubts
             layout = self._batches.get(columns.runs, columns.nbytes, columns.flags)
             blocks = EncodedBlocks(layout, columns.out, columns.slice_nbytes, columns.crcs)
             scratch = self._device.arena.empty(int(blocks.layout.scratch_starts[-1]))
-            return self.decode_on_device(blocks, encoded, encoded_starts[:-1], scratch)
+            return self.decode_on_device(blocks, encoded, starts[:-1], scratch)
 
     def decode_on_device(
         self, blocks: EncodedBlocks, encoded: Tensor, starts: I64, scratch: Tensor
@@ -198,6 +201,19 @@ class BatchDecoder:
         self._device.kernels.merge(
             block_table(blocks.out[which], layout.nbytes[which], layout.widths[which], layout.flags[which], planes)
         )
+
+
+def _of_stored(is_wrong: Bools) -> dict[int, Doubt] | None:
+    """Return doubts in all blocks of a batch, the wrong ones first, so that a corrupt file is refused at once.
+
+    None if none is wrong. What a decoder on a GPU does with other bytes than an encoder wrote is not defined, and a
+    fault there ends all work of the process on that GPU.
+    """
+    if not is_wrong.any():
+        return None
+    wrong, others = np.flatnonzero(is_wrong).tolist(), np.flatnonzero(~is_wrong).tolist()
+    known = dict.fromkeys(wrong, Doubt(None, "The stored bytes fail their CRC."))
+    return known | dict.fromkeys(others, Doubt(None, "A block beside it fails its CRC.", is_known=False))
 
 
 def start_crcs(device: Device, addresses: I64, nbytes: I64) -> Tensor:

@@ -201,9 +201,11 @@ class BatchEncoder:
         # stored as it is, a block needs no scratch memory: its piece is the block itself
         bases = np.where(layout.scratch_nbytes > 0, layout.scratch_starts[:-1] + scratch.data_ptr(), data)
         columns = layout.widths, layout.packs, layout.planes + bases[:, np.newaxis]
-        device.kernels.inspect(block_table(data, layout.nbytes, *columns), crc, seen)
-        # the others have no tiles, but a row: results are numbered by rows
-        device.kernels.split(block_table(data, np.where(layout.is_plain, 0, layout.nbytes), *columns), seen, flags)
+        table = block_table(data, layout.nbytes, *columns)
+        device.kernels.inspect(table, crc, seen)
+        if layout.is_plain.any():  # these have no tiles, but a row: results are numbered by rows
+            table = block_table(data, np.where(layout.is_plain, 0, layout.nbytes), *columns)
+        device.kernels.split(table, seen, flags)
         copied = np.flatnonzero(layout.is_plain & (layout.scratch_nbytes > 0))
         if copied.size:
             nbytes = layout.nbytes[copied]
