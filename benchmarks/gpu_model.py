@@ -71,7 +71,7 @@ class Rates:
         until_sizes, gather = (sum(seconds.pop(name, 0.0) for name in names) for names in (_UNTIL_SIZES, _GATHER))
         host = json.loads((results / "gpu-host.json").read_text())["milliseconds"][action] / 1e3
         if action == "decode":
-            # since that profile the GPU compares the CRCs of what is stored, too, with the kernel that it has for others
+            # since that profile the GPU compares the CRCs of what is stored too, with the kernel of the other ones
             return Rates(host, until_sizes * (1 + 1 / _RATIO), gather, sum(seconds.values()), bus, 0)
         crc = _BATCH_NBYTES / _RATIO / _CRC_RATE / _CRC_THREADS
         return Rates(host, until_sizes, gather, sum(seconds.values()), bus, crc)
