@@ -28,7 +28,7 @@ from dcp_nvcomp import SaveStats, async_save
 
 _NBYTES = 4 << 30
 _REPEATS = 4
-_OVERWRITTEN = 20
+_OVERWRITTEN = 6
 
 
 def probes(host: Host) -> Iterator[Probe]:
