@@ -143,6 +143,25 @@ def test_a_block_that_alone_takes_more_gets_it_for_a_while(
     assert held_nbytes(pool) <= MIB
 
 
+def test_later_saves_and_loads_give_nothing_back(
+    tmp_path: Path, install: Callable[..., StandInPool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.cuda.empty_cache`, which gives it back, takes what training has cached too, and waits for the device."""
+    install()
+    release, released = Arena.release, list[int]()
+
+    def counted(arena: Arena) -> None:
+        if arena._region is not None:
+            released.append(turn)
+        release(arena)
+
+    monkeypatch.setattr(Arena, "release", counted)
+    for turn in range(3):
+        save(tmp_path / str(turn), STATE, device_memory_budget=BUDGET)
+        load_all(tmp_path / str(turn), BUDGET, strided=turn == 1)
+    assert {*released} == {0}
+
+
 def test_an_engine_that_a_job_does_not_need_gives_back_too(install: Callable[..., StandInPool]) -> None:
     pool = install()
     shared = shared_pool()
