@@ -16,6 +16,7 @@ import pstats
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -114,10 +115,9 @@ class _Work:
         # tensors of 16 MiB, as of a model
         self._tensors = [torch.empty(16 * MIB, dtype=torch.uint8) for _ in range(nbytes // (16 * MIB))]
         self._chain = chain
-        count = nbytes // chain.block_nbytes
-        self._room = memoryview(bytearray(1)) if count == 0 else torch.empty(2 * nbytes, dtype=torch.uint8).numpy().data
+        self._room = torch.empty(2 * nbytes, dtype=torch.uint8).numpy().data
         self._runs: list[DecodeRun] = []
-        self._checks = JobChecks()
+        self._checks, self._turns = JobChecks(), count()
 
     def encode(self) -> None:
         """Encode as a save does: blocks are made of tensors first."""
@@ -139,9 +139,13 @@ class _Work:
             ]
 
     def decode(self) -> None:
-        """Decode as a load does, which looks at the rows first."""
-        assert self._checks.passes(*self._runs)
-        self._engine.decode_checked(self._runs, verify="stored")
+        """Decode as a load does, which looks at the rows first, and meets each batch for the first time."""
+        first, *others, last = self._runs
+        each, turn = first.count, next(self._turns)
+        cut, other = 1 + turn % (each - 1), 1 + turn // (each - 1) % (each - 1)  # more ways than are remembered
+        runs = [first.part(0, cut), first.part(cut, each), *others, last.part(0, other), last.part(other, each)]
+        assert self._checks.passes(*runs)
+        self._engine.decode_checked(runs, verify="stored")
 
 
 class _Feed:
@@ -185,7 +189,7 @@ def measured(nbytes: int, tensors: int, repeats: int) -> dict[str, float]:
     """Return milliseconds of processor time of encoding and of decoding a batch, and of feeding tensors.
 
     Args:
-        nbytes: the batch's size, a multiple of 16 MiB.
+        nbytes: the batch's size, a multiple of 16 MiB, 32 at least.
         tensors: how many of 1 MiB are fed.
         repeats: how often; the median counts.
     """

@@ -1,8 +1,8 @@
 """The work of one load thread: fetch a range of a file, check and decode its blocks, place them.
 
 The engine that decodes a block compares its CRCs (engines/cpu.py, and for blocks of trained floats the compiled
-kernel in codecs/registry.py; engines/cuda/decode_jobs.py those of stored bytes, cuda/decode.py the others); here a
-range with a block that fails is fetched once more, and the error gets the file, the key and the range of bytes.
+kernel in codecs/registry.py; on a GPU engines/cuda/decode.py, and for blocks that go there alone decode_jobs.py). Here
+a range with a block that fails is fetched once more, and the error gets the file, the key and the range of bytes.
 """
 
 from __future__ import annotations

@@ -201,6 +201,10 @@ def changed(run: DecodeRun, at: int, what: str) -> DecodeRun:
         columns["slice_nbytes"][int(encoded.slice_bounds[at])] = 0
     elif what == "slice too long":
         columns["slice_nbytes"][int(encoded.slice_bounds[at])] = 1 << 20
+    elif what == "whole floats":  # of two blocks, but not of each
+        columns["nbytes"][at - 1 : at + 1] += [1, -1]
+    elif what == "slices together":
+        columns["slice_nbytes"][int(encoded.slice_bounds[at])] = BLOCK // 4
     elif what == "slices":
         columns["slice_bounds"] = encoded.slice_bounds.copy()
         columns["slice_bounds"][at] -= 1
@@ -208,23 +212,40 @@ def changed(run: DecodeRun, at: int, what: str) -> DecodeRun:
 
 
 ONLY_ON_A_GPU = CodecChain(Bytes(), Ans(1024, "|u1", "6.0.0"))
-FAULTS = ["byte", "flags", "length", "slice of no byte", "slice too long", "slices"]
+FAULTS = ["flags", "length", "whole floats", "slice of no byte", "slice too long", "slices together", "slices"]
 
 
 @pytest.mark.parametrize("at", [1, 4])
-@pytest.mark.parametrize(("chain", "what"), [*((OWN, what) for what in FAULTS), (ONLY_ON_A_GPU, "byte")])
+@pytest.mark.parametrize(("chain", "what"), [*((OWN, what) for what in ["byte", *FAULTS]), (ONLY_ON_A_GPU, "byte")])
 def test_a_run_with_a_block_that_is_not_what_its_rows_say(chain: CodecChain, what: str, at: int) -> None:
     (run,) = runs_of(jobs_of((chain,), (5,)))
-    device = StandInDevice(ReferenceKernels())
+    bad, device = changed(run, at, what), StandInDevice(ReferenceKernels())
+    assert JobChecks().passes(run, run) and JobChecks().passes(run, bad) == (what == "byte")
     with pytest.raises(CorruptDataError) as caught:
-        engine_on(device).decode([changed(run, at, what)], verify="off")
+        engine_on(device).decode([run, bad], verify="off")
     assert caught.value.path == "run/x.distcp" and caught.value.fqn == "w"
     start, stop = (run.encoded.bounds[at : at + 2] + run.offset).tolist()
     before = int(run.encoded.bounds[at - 1]) + run.offset
-    assert caught.value.byte_range in ([(start, stop), (before, start)] if what == "slices" else [(start, stop)])
-    # the CRC of the stored bytes is compared on the GPU, all else before a byte is there
-    seen = [*device.nvcomp.calls, *device.nvcomp.kernel_calls] if what == "byte" else device.copies_in
-    assert not seen, "no decoder on a GPU must see it"
+    together = [(before, start)] if what in ("slices", "whole floats") else []
+    assert caught.value.byte_range in [(start, stop), *together]
+    assert bool(device.copies_in) == (what == "byte"), "only the CRC of the stored bytes is compared on the GPU"
+
+
+@pytest.mark.parametrize("fault", ["given up", "fails", "knows no such codec"])
+@pytest.mark.filterwarnings(
+    "ignore:.* are handled by the slower CPU engine:RuntimeWarning", "ignore:The GPU failed on a block:RuntimeWarning"
+)
+def test_a_corrupt_run_that_a_gpu_can_not_decode(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run,) = runs_of(jobs_of((OWN,), (5,)))
+    engine = engine_on(StandInDevice(ReferenceKernels()))
+    if fault == "given up":
+        engine.health.broken = "on purpose"
+    elif fault == "fails":
+        monkeypatch.setattr(StandInDevice, "copy_in", lambda *_: 1 / 0)
+    else:
+        engine.health.refused.update({"zstd": "on purpose", "literals": "on purpose"})
+    with pytest.raises(CorruptDataError):
+        engine.decode([changed(run, 3, "byte")], verify="off")
 
 
 def test_stored_bytes_that_reach_the_gpu_wrong_are_decoded_from_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,17 +253,19 @@ def test_stored_bytes_that_reach_the_gpu_wrong_are_decoded_from_what_was_read(mo
 
     def flips_in(device: StandInDevice, host: memoryview, target: torch.Tensor) -> None:
         copy_in(device, host, target)
-        target[target.numel() // 2] ^= 1
+        target[target.numel() // 2] ^= device.copies_in == 1
 
+    jobs = jobs_of((OWN, ONLY_ON_A_GPU), (7, 2))
+    sound, device = StandInDevice(ReferenceKernels()), StandInDevice(ReferenceKernels())
+    engine_on(sound).decode(runs_of(jobs), verify="off")
     monkeypatch.setattr(StandInDevice, "copy_in", flips_in)
-    jobs = jobs_of((OWN,), (7,))
-    device = StandInDevice(ReferenceKernels())
-    engine = engine_on(device)
+    engine, runs = engine_on(device), runs_of(jobs)
     with pytest.warns(RuntimeWarning, match="decoded blocks to wrong bytes"):
-        engine.decode(runs := runs_of(jobs), verify="off")
+        engine.decode(runs, verify="off")
     assert_decoded(jobs, runs)
     assert engine.health.wrong_blocks == 1, "those beside it are not wrong"
-    assert not device.nvcomp.kernel_calls
+    ((_, slices),) = sound.nvcomp.kernel_calls
+    assert device.nvcomp.kernel_calls == [("decode", slices - 1)], "the wrong block is no decoder's"
 
 
 def padded_run(run: DecodeRun, nbytes: int) -> DecodeRun:
@@ -261,7 +284,8 @@ def test_a_run_goes_to_a_gpu_as_it_is() -> None:
     jobs = jobs_of((OWN,), (3,))
     (run,) = runs_of(jobs)
     checks = JobChecks()
-    assert not checks.passes(replace(run, out=run.out[:-4])), "kernels write as much as the rows say"
+    short = replace(run, out=run.out[:-4])
+    assert not checks.passes(short) and not checks.passes(run, short), "kernels write as much as the rows say"
     assert checks.passes(run) and checks.passes(padded_run(run, 16)) and not checks.passes(padded_run(run, 8))
     for nbytes in (16, 8):
         run.out.fill_(0xEE)

@@ -1,4 +1,4 @@
-/* What the kernels of planes.py and of rowcol.py have in common. */
+/* What the kernels of the codecs `planes` and `rowcol` have in common. */
 
 #ifndef BLOCK_KERNELS_H
 #define BLOCK_KERNELS_H

@@ -1,4 +1,4 @@
-/* The kernels of planes.py for Python: see _planes_kernels.h. */
+/* The kernels of the codec `planes` for Python: see _planes_kernels.h. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -115,7 +115,7 @@ static PyModuleDef_Slot slots[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "_planes", "The kernels of planes.py, compiled.", 0, functions, slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "_planes", "The kernels of the codec `planes`, compiled.", 0, functions, slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__planes(void) { return PyModuleDef_Init(&definition); }

@@ -1,5 +1,5 @@
-/* The kernels of planes.py: one pass over the floats for each plane. planes_numpy.py is the same in numpy, for where
- * nothing was compiled, and says what each function does.
+/* The kernels of the codec `planes`: one pass over the floats for each plane. planes_numpy.py is the same in numpy, for
+ * where nothing was compiled, and says what each function does.
  *
  * Floats may lie at any address, so they are read and written with memcpy, which compilers turn into plain loads and
  * stores. Little-endian, as the format is.

@@ -27,6 +27,7 @@ TILE_NBYTES = 64 << 10
 
 _MAX_ROW_NBYTES = 1 << 31
 _KEPT_BATCHES = 64
+_FLAGS_NBITS = 8
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class RowTable:
 
 def _row_table(columns: Sequence[I64], more: Sequence[I64], lengths: I64) -> RowTable:
     """Rows of `columns`, the number of the row's first tile, then `more`; tiles cover `lengths`."""
+    assert lengths.dtype == np.int64
     first_tiles, tiles = _tiles(lengths.tobytes())
     found = [*columns, first_tiles, *more]
     rows = np.empty((lengths.size, len(found)), np.uint64)
@@ -53,7 +55,9 @@ def _tiles(of_lengths: bytes) -> tuple[I64, npt.NDArray[np.uint32]]:
     lengths = np.frombuffer(of_lengths, np.int64)
     assert lengths.size == 0 or int(lengths.max()) <= _MAX_ROW_NBYTES
     counts = -(-lengths // TILE_NBYTES)
-    return np.cumsum(counts) - counts, np.repeat(np.arange(lengths.size, dtype=np.uint32), counts)
+    tiles = np.repeat(np.arange(lengths.size, dtype=np.uint32), counts)
+    tiles.setflags(write=False)  # they are other tables' too
+    return np.cumsum(counts) - counts, tiles
 
 
 def block_table(data: I64, nbytes: I64, width: I64, flags: I64, planes: I64) -> RowTable:
@@ -171,7 +175,9 @@ class BatchLayout:
     """The layouts of a batch's blocks, joined."""
 
     runs: ChainRuns
-    nbytes: I64  # of each block, as is all that follows
+    kinds: tuple[tuple[CodecChain, int, int], ...]  # the blocks that differ: by chain, length and flags
+    kind_of_block: I64  # of each block, as is all that follows
+    nbytes: I64
     flags: I64
     is_plain: npt.NDArray[np.bool_]  # True if it is not split into planes
     widths: I64  # see `split_width`
@@ -223,27 +229,43 @@ class BatchLayouts:
         return found
 
     def _joined(self, runs: ChainRuns, nbytes: I64, flags: I64) -> BatchLayout:
-        chains = [chain for chain, count in runs for _ in range(count)]
-        layouts = [self._blocks.get(*row) for row in zip(chains, nbytes.tolist(), flags.tolist(), strict=True)]
-        pieces = _join_pieces(layouts)
-        coders, coder_of_block = _number_coders(chains)
-        scratch_nbytes = np.array([layout.scratch_nbytes for layout in layouts], np.int64)
-        slices = np.array([len(layout.slice_nbytes) for layout in layouts], np.int64)
+        """Work it out: a load may never meet the same batch again, so what is done for each block is numpy's."""
+        chains = {id(chain): chain for chain, _ in runs}
+        numbers = {known: number for number, known in enumerate(chains)}
+        chain_of_run = np.array([numbers[id(chain)] for chain, _ in runs], np.int64)
+        chain_of_block = np.repeat(chain_of_run, [count for _, count in runs])
+        # in one number, as of rows this takes 25 times as long
+        assert not (flags >> _FLAGS_NBITS).any() and int(nbytes.max(initial=0)) <= _MAX_ROW_NBYTES
+        numbered = chain_of_block << 40 | nbytes << _FLAGS_NBITS | flags
+        _, firsts, which = np.unique(numbered, return_index=True, return_inverse=True)
+        rows = zip(chain_of_block[firsts].tolist(), nbytes[firsts].tolist(), flags[firsts].tolist(), strict=True)
+        known = [*chains.values()]
+        kinds = tuple([(known[number], length, flag) for number, length, flag in rows])
+        layouts = [self._blocks.get(*kind) for kind in kinds]
+        codecs = [chain.array_to_bytes for chain, _, _ in kinds]
+        coders: dict[Coder, int] = {}
+        coder_of_kind = [
+            -1 if chain.coder is None else coders.setdefault(chain.coder, len(coders)) for chain, _, _ in kinds
+        ]
+        pieces = _join_pieces(layouts, which)
+        scratch_nbytes = np.array([layout.scratch_nbytes for layout in layouts], np.int64)[which]
         return BatchLayout(
             runs=runs,
+            kinds=kinds,
+            kind_of_block=which,
             nbytes=nbytes,
             flags=flags,
-            is_plain=np.array([chain.array_to_bytes.is_plain for chain in chains], np.bool_),
-            widths=np.array([split_width(chain.array_to_bytes) for chain in chains], np.int64),
-            packs=np.array([_pack_flag(chain.array_to_bytes) for chain in chains], np.int64),
-            planes=np.array([layout.planes for layout in layouts], np.int64).reshape(-1, 3),
-            first_pieces=np.array([layout.first_pieces for layout in layouts], np.int64).reshape(-1, 3),
+            is_plain=np.array([codec.is_plain for codec in codecs], np.bool_)[which],
+            widths=np.array([split_width(codec) for codec in codecs], np.int64)[which],
+            packs=np.array([_pack_flag(codec) for codec in codecs], np.int64)[which],
+            planes=np.array([layout.planes for layout in layouts], np.int64).reshape(-1, 3)[which],
+            first_pieces=np.array([layout.first_pieces for layout in layouts], np.int64).reshape(-1, 3)[which],
             scratch_nbytes=scratch_nbytes,
             scratch_starts=starts_of(scratch_nbytes),
             pieces=pieces,
             coders=coders,
-            coder_of_piece=coder_of_block[pieces.block],
-            slice_bounds=starts_of(slices),
+            coder_of_piece=np.array(coder_of_kind, np.int64)[which][pieces.block],
+            slice_bounds=starts_of(np.array([len(layout.slice_nbytes) for layout in layouts], np.int64)[which]),
         )
 
 
@@ -262,35 +284,24 @@ class BlockCosts:
         """Return the memory of each block."""
         found = self._known.get(layout)
         if found is None:
-            chains = [chain for chain, count in layout.runs for _ in range(count)]
-            blocks = [*zip(chains, layout.nbytes.tolist(), layout.flags.tolist(), strict=True)]
-            known = {(id(block[0]), *block[1:]): block for block in blocks}
-            costs = {key: self._of_block(*block) for key, block in known.items()}
-            found = np.array([costs[id(chain), nbytes, flags] for chain, nbytes, flags in blocks], np.int64)
-            self._known[layout] = found
+            costs = np.array([self._of_block(*kind) for kind in layout.kinds], np.int64)
+            found = self._known[layout] = costs[layout.kind_of_block]
         return found
 
 
-def _join_pieces(layouts: Sequence[BlockLayout]) -> Pieces:
-    """Return the pieces of several blocks, one block after the other."""
+def _join_pieces(layouts: Sequence[BlockLayout], which: I64) -> Pieces:
+    """Return the pieces of several blocks, one block after the other; `which` layout each of them has."""
     counts = np.array([layout.lengths.size for layout in layouts], np.int64)
+    bounds, firsts = starts_of(counts[which]), starts_of(counts)[which]
+    block = np.repeat(np.arange(which.size), counts[which])
+    at = np.arange(bounds[-1]) + (firsts - bounds[:-1])[block]
     return Pieces(
-        block=np.repeat(np.arange(counts.size), counts),
-        bounds=starts_of(counts),
-        lengths=np.concatenate([layout.lengths for layout in layouts]),
-        coded=np.concatenate([layout.coded for layout in layouts]),
-        places=np.concatenate([layout.places for layout in layouts]),
+        block=block,
+        bounds=bounds,
+        lengths=np.concatenate([layout.lengths for layout in layouts])[at],
+        coded=np.concatenate([layout.coded for layout in layouts])[at],
+        places=np.concatenate([layout.places for layout in layouts])[at],
     )
-
-
-def _number_coders(chains: Sequence[CodecChain]) -> tuple[dict[Coder, int], I64]:
-    """Return the coders of a batch with a number each, and of each chain its coder's number; -1 for one without."""
-    coders: dict[Coder, int] = {}
-    known: dict[int, int] = {}
-    for chain in chains:
-        if id(chain) not in known:
-            known[id(chain)] = -1 if chain.coder is None else coders.setdefault(chain.coder, len(coders))
-    return coders, np.array([known[id(chain)] for chain in chains], np.int64)
 
 
 def size_classes(lengths: I64, slice_nbytes: int) -> list[tuple[int, I64]]:

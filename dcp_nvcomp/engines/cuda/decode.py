@@ -1,7 +1,7 @@
 """Encoded blocks to blocks, a batch at a time on a device; the blocks may be of any chains.
 
-check     on the host: lengths and flags, before the GPU sees a byte (decode_jobs.py)
-fetch     encoded blocks --> one run of device memory, and the CRC of each, before a decoder sees them
+check     on the host, what the rows say: lengths, flags (decode_jobs.py)
+fetch     encoded blocks --> one run of device memory; the CRC of each is compared before a decoder sees it
 decode    frames --> slices of coded planes in scratch memory; stored slices are copied there
 merge     planes --> blocks, in the caller's memory
 inspect   each decoded block's CRC, which is compared on the host
@@ -64,6 +64,9 @@ class Doubt:
     is_known: bool = True
 
 
+_ARRIVED_WRONG = Doubt(None, "The stored bytes fail their CRC on the GPU.")
+
+
 @dataclass(frozen=True, eq=False)
 class EncodedBlocks:
     """Blocks to decode on a device."""
@@ -105,14 +108,26 @@ class BatchDecoder:
     def decode(self, works: Sequence[Work], columns: Columns) -> dict[int, Doubt]:
         """Decode blocks; return what is wrong with some of them, which are numbered through all of the works."""
         with self._device.session([work.out for work in works]):
-            encoded, starts = self._fetch(works, columns.encoded_nbytes)
-            stored = read_crcs(start_crcs(self._device, starts[:-1] + encoded.data_ptr(), columns.encoded_nbytes))
-            if (doubts := _of_stored(stored != columns.encoded_crcs)) is not None:
-                return doubts
-            layout = self._batches.get(columns.runs, columns.nbytes, columns.flags)
-            blocks = EncodedBlocks(layout, columns.out, columns.slice_nbytes, columns.crcs)
-            scratch = self._device.arena.empty(int(blocks.layout.scratch_starts[-1]))
-            return self.decode_on_device(blocks, encoded, starts[:-1], scratch)
+            encoded, bounds = self._fetch(works, columns.encoded_nbytes)
+            layout, starts = self._batches.get(columns.runs, columns.nbytes, columns.flags), bounds[:-1]
+            stored = read_crcs(start_crcs(self._device, starts + encoded.data_ptr(), columns.encoded_nbytes))
+            sound = np.flatnonzero(stored == columns.encoded_crcs)
+            if sound.size == stored.size:
+                return self._decode_sound(columns, layout, encoded, starts)
+            # What a decoder on a GPU does with other bytes than an encoder wrote is not defined, and a fault there ends
+            # all work of the process on that GPU.
+            doubts = dict.fromkeys(np.flatnonzero(stored != columns.encoded_crcs).tolist(), _ARRIVED_WRONG)
+            if sound.size:
+                columns = columns.some(sound, layout.slice_bounds)
+                layout = self._batches.get(columns.runs, columns.nbytes, columns.flags)
+                found = self._decode_sound(columns, layout, encoded, starts[sound])
+                doubts |= {int(sound[at]): doubt for at, doubt in found.items()}
+            return doubts
+
+    def _decode_sound(self, columns: Columns, layout: BatchLayout, encoded: Tensor, starts: I64) -> dict[int, Doubt]:
+        blocks = EncodedBlocks(layout, columns.out, columns.slice_nbytes, columns.crcs)
+        scratch = self._device.arena.empty(int(layout.scratch_starts[-1]))
+        return self.decode_on_device(blocks, encoded, starts, scratch)
 
     def decode_on_device(
         self, blocks: EncodedBlocks, encoded: Tensor, starts: I64, scratch: Tensor
@@ -201,19 +216,6 @@ class BatchDecoder:
         self._device.kernels.merge(
             block_table(blocks.out[which], layout.nbytes[which], layout.widths[which], layout.flags[which], planes)
         )
-
-
-def _of_stored(is_wrong: Bools) -> dict[int, Doubt] | None:
-    """Return doubts in all blocks of a batch, the wrong ones first, so that a corrupt file is refused at once.
-
-    None if none is wrong. What a decoder on a GPU does with other bytes than an encoder wrote is not defined, and a
-    fault there ends all work of the process on that GPU.
-    """
-    if not is_wrong.any():
-        return None
-    wrong, others = np.flatnonzero(is_wrong).tolist(), np.flatnonzero(~is_wrong).tolist()
-    known = dict.fromkeys(wrong, Doubt(None, "The stored bytes fail their CRC."))
-    return known | dict.fromkeys(others, Doubt(None, "A block beside it fails its CRC.", is_known=False))
 
 
 def start_crcs(device: Device, addresses: I64, nbytes: I64) -> Tensor:

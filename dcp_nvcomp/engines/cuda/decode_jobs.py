@@ -135,6 +135,21 @@ class Columns:
         joined = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
         return Columns(tuple([run for part in parts for run in part.runs]), *joined)
 
+    def some(self, which: I64, slice_bounds: I64) -> Columns:
+        """Return some of the blocks; `slice_bounds` are those of the layout of all."""
+        chains = [chain for chain, count in self.runs for _ in range(count)]
+        slices = np.repeat(np.arange(self.nbytes.size), np.diff(slice_bounds))
+        return Columns(
+            tuple([(chains[at], 1) for at in which.tolist()]),
+            self.encoded_nbytes[which],
+            self.nbytes[which],
+            self.flags[which],
+            self.encoded_crcs[which],
+            self.crcs[which],
+            self.out[which],
+            self.slice_nbytes[np.isin(slices, which)],
+        )
+
 
 def _of_run(run: DecodeRun) -> Columns:
     encoded = run.encoded
@@ -169,7 +184,7 @@ def _refuse(job: DecodeJob, message: str) -> NoReturn:
 
 
 class JobChecks:
-    """Checks on the host, of what a GPU can't check itself. Not for several threads at once."""
+    """Checks on the host, before a GPU sees a byte. Not for several threads at once."""
 
     def __init__(self) -> None:
         self._layouts = Layouts(every_plane=False)

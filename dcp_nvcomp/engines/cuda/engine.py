@@ -246,8 +246,7 @@ class CudaEngine:
         """Have the CPU decode a doubtful block; True if it comes to something else than the GPU did."""
         if job.chain.needs_gpu:
             raise CorruptDataError(doubt.what, path=job.path, fqn=job.fqn, byte_range=job.byte_range)
-        # that the stored bytes are right is not known: with `verify="off"` nobody else asks
-        host = self._copying.decoded(job, verify="stored" if verify == "off" else verify)
+        host = self._copying.decoded(job, verify=verify)
         if checksum(host) == doubt.crc:  # only the row is wrong, which is what verify="full" is there to find
             return False
         self._copying.place(host, job)
