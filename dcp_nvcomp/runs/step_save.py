@@ -158,7 +158,6 @@ class StepPublisher:
     def __call__(self, filesystem: Filesystem, save: FinishedSave) -> None:
         """Publish a save; raises what `commit_checkpoint` does, and RunInUseError if another manager has the run."""
         self.check_lease()
-        filesystem.remove([REMOVING])  # of a removal that was cut short: what it left is replaced now
         commit_checkpoint(filesystem, self.named(save))
 
     def named(self, save: FinishedSave) -> FinishedSave:

@@ -171,9 +171,7 @@ class DurableStage:
 
     def _commit(self, step: int, written: WrittenSave) -> None:
         self._durable.check_lease()
-        filesystem = self._durable.open(step)
-        filesystem.remove([REMOVING])
-        commit_files(filesystem, written, LastPublished(), overwrite=True)
+        commit_files(self._durable.open(step), written, LastPublished(), overwrite=True)
 
     def note(self, save: StepSave) -> None:
         self._complete.add(save.step)
