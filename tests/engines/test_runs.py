@@ -16,6 +16,7 @@ from benchmarks.gpu_host import NullDevice
 from dcp_nvcomp.codecs import Ans, Bytes, CodecChain, Planes, Zstd
 from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.codecs.encoded_run import EncodedRun, encoded_nbytes, recoded, uncompressed_nbytes
+from dcp_nvcomp.engines.cuda import literals
 from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob, DecodeRun, JobChecks
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob, EnginePolicy
@@ -337,3 +338,28 @@ def test_no_function_is_called_for_a_block() -> None:
     few, many = decode(8), decode(256)
     few(), many()
     assert calls_of(many) <= calls_of(few) + 4 + 2 * 248, "id and append"
+
+
+def test_tables_are_short_enough_to_be_copied_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA takes up to 64 KiB of ordinary memory at once; before it takes more it may wait for the stream."""
+    sizes, upload = list[int](), literals._upload
+
+    class Noting:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda table, *_: sizes.append(table.rows.nbytes + table.tiles.nbytes)
+
+    def noted(device: Any, table: Any) -> torch.Tensor:
+        sizes.append(table.nbytes)
+        return upload(device, table)
+
+    monkeypatch.setattr(literals, "_upload", noted)
+    device = NullDevice()
+    device.kernels = Noting()  # type: ignore[assignment]
+    engine = Arriving(torch.device("cpu"), EnginePolicy(8 << 30), backend=device)
+    chain = CodecChain(Planes(2), Zstd(literals_only=True))
+    bounds = np.arange(257) * chain.block_nbytes  # as much as a task of a save has
+    job = EncodeJob((torch.empty(int(bounds[-1]), dtype=torch.uint8),), chain, bounds=bounds)
+    encoded = engine.encode([job], torch.empty(2 * job.nbytes, dtype=torch.uint8).numpy().data)
+    assert isinstance(encoded, EncodedRun) and len(encoded) == 256
+    engine.decode([DecodeRun(encoded, chain, job.tensors[0])], verify="stored")
+    assert len(sizes) == 13 and max(sizes) <= 64 << 10
