@@ -42,7 +42,7 @@ def checked(report: Report, tmp_path: Path) -> Tables:
     """What a report comes to as text, picture and JSON; returns the tables' rows from the JSON."""
     console = Console(width=250, record=True, file=io.StringIO())
     report.show(console)
-    text = console.export_text()
+    text = " ".join(console.export_text().split())  # the title of a narrow table takes several lines
     report.write_json(tmp_path / "results" / "report.json")
     found = json.loads((tmp_path / "results" / "report.json").read_text())
     assert plots_of(found) == [replace(p, series={k: list(v) for k, v in p.series.items()}) for p in report.plots]
@@ -284,7 +284,7 @@ def _loads(rows: Tables) -> None:
 
 
 def _incremental(rows: Tables) -> None:
-    nbytes = [row["nbytes"].median for row in rows["saves"] if row["way"] != "whole"]
+    nbytes = [row["nbytes"]["median"] for row in rows["saves"] if row["way"] != "whole"]
     assert nbytes[0] < 0.2 and nbytes[0] < nbytes[1] < 0.8 < nbytes[2]
 
 

@@ -60,6 +60,7 @@ def test_inspect_and_verify(tmp_path: Path, kind: str, place: str) -> None:
         assert checked.is_sound and not checked.findings and checked.path == path and checked.blocks >= 6
 
 
+@pytest.mark.timeout(3600)  # under the profile `all` it takes minutes
 def test_each_byte_that_changed_is_found(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.pt"
     write(kind, str(path))

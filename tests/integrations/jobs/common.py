@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
 import json
@@ -9,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,6 +54,13 @@ def _add(value: Any, sums: Any) -> None:
         sums.update(repr(value).encode())
 
 
+def _let_go() -> None:
+    """Wait for gloo's threads: they abort a process that ends right after a collective (docs/troubleshooting.md)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(0.3)  # frameworks may hold their groups
+
+
 class Job:
     """One start of a job: its directory, which start it is, and what it notes for the test."""
 
@@ -61,6 +70,7 @@ class Job:
         self.options = sys.argv[3:]
         self.rank = int(os.environ["RANK"])
         torch.set_num_threads(1)
+        atexit.register(_let_go)
 
     def note(self, what: str, step: int, state: Any) -> None:
         """Note the digest of the state for the test."""
