@@ -1,7 +1,7 @@
 """Tables, and values that are shown as tables: printed, in a notebook, and by the command.
 
 What a value shows are lines and tables, in their order. `print` writes them as text; a notebook displays them as HTML,
-in which everything is escaped; the command fits them to the terminal (cli/output.py). Long tables are cut but there.
+in which everything is escaped; the command fits them to the terminal (cli/common.py). Long tables are cut but there.
 """
 
 from __future__ import annotations

@@ -14,8 +14,19 @@ import typer
 from typer import Argument, Option
 
 from dcp_nvcomp.calls.tables import Column, Table, counted, left
-from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_nbytes, parse_seconds, parse_storage_options
-from dcp_nvcomp.cli.output import Output, readable_nbytes, readable_rate, readable_seconds, show
+from dcp_nvcomp.cli.common import (
+    AsJson,
+    Options,
+    Output,
+    Url,
+    parse_nbytes,
+    parse_seconds,
+    parse_storage_options,
+    readable_nbytes,
+    readable_rate,
+    readable_seconds,
+    show,
+)
 
 if TYPE_CHECKING:
     from dcp_nvcomp.advising.advice import Advice

@@ -15,12 +15,10 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 
 from dcp_nvcomp.cli.advising import advise_command, bench_command, savings_command
-from dcp_nvcomp.cli.checking import consolidate_command, diff_command, recover_command, verify_command
-from dcp_nvcomp.cli.common import AsJson
+from dcp_nvcomp.cli.common import AsJson, Output, show
 from dcp_nvcomp.cli.convert import convert_command
-from dcp_nvcomp.cli.listing import cat_command, inspect_command, ls_command
-from dcp_nvcomp.cli.output import Output, show
-from dcp_nvcomp.cli.removing import clean_command, pin_command, prune_command
+from dcp_nvcomp.cli.looking import cat_command, diff_command, inspect_command, ls_command, verify_command
+from dcp_nvcomp.cli.maintaining import clean_command, consolidate_command, pin_command, prune_command, recover_command
 from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.redaction import printable
 from dcp_nvcomp.version import VERSION

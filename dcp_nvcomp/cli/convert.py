@@ -9,8 +9,7 @@ import typer
 from rich.filesize import decimal
 from typer import Argument, Option
 
-from dcp_nvcomp.cli.common import AsJson, Options, parse_nbytes, parse_storage_options, progress_bar
-from dcp_nvcomp.cli.output import Output, show
+from dcp_nvcomp.cli.common import AsJson, Options, Output, parse_nbytes, parse_storage_options, progress_bar, show
 
 if TYPE_CHECKING:
     from dcp_nvcomp.conversion.convert import Conversion

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_nvcomp.calls.ranks import Call, error_of_ranks, group_of, meet, together
+from dcp_nvcomp.calls.ranks import Call, error_of_ranks, global_ranks, group_of, meet, together
 from dcp_nvcomp.calls.suggestions import storage_of
 from dcp_nvcomp.calls.values import (
     check_given,
@@ -35,11 +36,12 @@ from dcp_nvcomp.format.metadata.paths import saved_entries
 from dcp_nvcomp.loading.local_plans import LocalPlanner
 from dcp_nvcomp.loading.planner import planner_for
 from dcp_nvcomp.loading.reader import NvcompReader
-from dcp_nvcomp.loading.shared_metadata import shared_metadata
 from dcp_nvcomp.loading.sharing.replicas import ExchangePolicy, Replicas, replicas_of
 from dcp_nvcomp.options import DtypePolicy, check_choice, option_names
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.open import real_place
+
+logger = logging.getLogger(__name__)
 
 
 def load(
@@ -112,7 +114,7 @@ def load(
     all_alike = {(one, alone) for one, alone, *_ in told} == {(place, False)}
     replicas = replicas_of(group, [policy for *_, policy in told]) if all_alike else None
     with (
-        shared_metadata(reader, group, all_alike=all_alike),
+        _shared_metadata(reader, group, all_alike=all_alike),
         _sharing(reader, replicas),
         _announced({} if failure is not None else state_dict, reader),
     ):
@@ -175,6 +177,47 @@ def _saved_objects(reader: NvcompReader) -> set[str]:
         items = reader.read_metadata().state_dict_metadata.items()
         return {fqn for fqn, item in items if not isinstance(item, TensorStorageMetadata)}
     return set()
+
+
+@contextmanager
+def _shared_metadata(reader: NvcompReader, group: dist.ProcessGroup | None, *, all_alike: bool) -> Iterator[None]:
+    """Have a reader use, for one load, the metadata that the first rank reads for all.
+
+    Only of a save of this package, whose data files have names of their own: a rank that finds another checkpoint at
+    this place, as on disks that nodes do not share, then finds none of them. Where it can't be read, and for
+    checkpoints of stock DCP, each rank reads for itself, and reports what it meets there. `all_alike` says whether all
+    ranks read the same file; the same on all of them.
+    """
+    if group is None or not all_alike or dist.get_world_size(group) == 1:
+        yield
+        return
+    reader.given_metadata = _received_metadata(reader, group)
+    try:
+        yield
+    finally:
+        reader.given_metadata = None
+
+
+def _received_metadata(reader: NvcompReader, group: dist.ProcessGroup) -> Metadata | None:
+    root, sent = None, list[bytes | None]([None])
+    if dist.get_rank(group) == 0:
+        try:
+            root = reader.read_root()
+        except Exception as error:  # the load meets it again, and reports it
+            logger.debug("`.metadata` is not shared: %s", error)
+        if root is not None and root.own_save_id is not None:
+            sent = [root.data]
+    with together(group):
+        dist.broadcast_object_list(sent, src=global_ranks(group)[0], group=group)
+    if sent[0] is None:
+        return None
+    if root is not None:
+        return root.metadata
+    try:
+        return reader.parsed(sent[0])
+    except Exception as error:  # likewise
+        logger.debug("The shared `.metadata` is not used: %s", error)
+        return None
 
 
 @contextmanager

@@ -1,23 +1,24 @@
 """The planner of our own `load`: plans with the caller's, or as DCP's default one does, but quickly for plain tensors.
 
 DCP takes about 20 us to find out which saved shards a tensor overlaps, and 300 us if there are 512 of them. A plain
-tensor that was saved as one shard of the same size overlaps that; those of a DTensor are found by overlaps.py.
-Everything else is left to DCP's default planner.
+tensor that was saved as one shard of the same size overlaps that; those of a DTensor are compared with all of its
+shards at once (`SavedShards`). Everything else is left to DCP's default planner.
 """
 
 from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 
@@ -40,8 +41,9 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.paths import paths_of
 from dcp_nvcomp.loading.matching import Matched, ParameterNames, match
-from dcp_nvcomp.loading.overlaps import SavedShards
 from dcp_nvcomp.loading.read_plan import shares_elements
+
+_Ints = npt.NDArray[np.int64]
 
 _MANY_SHARDS: Final = 8  # from so many on numpy is quicker than a loop
 
@@ -160,6 +162,58 @@ class WholeTensorPlanner(DefaultLoadPlanner):
             return value
         tensor: torch.Tensor = super().resolve_tensor(read_item)
         return tensor
+
+
+class SavedShards:
+    """The saved shards of tensors, of which many may be the same.
+
+    DCP looks at each saved shard of each tensor: half a million at 512 ranks. Tensors of one shape share their shards
+    in `.metadata`, so there are few sets of shards, and numpy compares one with a part that is wanted in microseconds.
+    """
+
+    def __init__(self) -> None:
+        self._bounds: dict[tuple[int, ...], tuple[_Ints, _Ints]] = {}  # by the ids of the shards, which stay alive
+
+    def items(
+        self, fqn: str, saved: Sequence[ChunkStorageMetadata], wanted: Sequence[ChunkStorageMetadata]
+    ) -> list[ReadItem]:
+        """Return what to read for the wanted parts of a tensor.
+
+        Args:
+            fqn: the tensor's name.
+            saved: its saved shards; not to be changed as long as this object is used.
+            wanted: the parts that this rank has, as `DTensor.__create_chunk_list__` makes them.
+        """
+        starts, stops = self._bounds_of(saved)
+        items = []
+        for number, part in enumerate(wanted):
+            start, stop = np.array(part.offsets, np.int64), np.add(part.offsets, part.sizes, dtype=np.int64)
+            overlapping = ((starts < stop) & (start < stops)).all(1)
+            for at in np.flatnonzero(overlapping).tolist():
+                items.append(_overlap(fqn, saved[at], at, part, number))
+        return items
+
+    def _bounds_of(self, saved: Sequence[ChunkStorageMetadata]) -> tuple[_Ints, _Ints]:
+        key = tuple(map(id, saved))
+        found = self._bounds.get(key)
+        if found is None:
+            starts = np.array([shard.offsets for shard in saved], np.int64)
+            found = self._bounds[key] = starts, starts + np.array([shard.sizes for shard in saved], np.int64)
+        return found
+
+
+def _overlap(fqn: str, saved: ChunkStorageMetadata, at: int, part: ChunkStorageMetadata, number: int) -> ReadItem:
+    bounds = list(zip(saved.offsets, saved.sizes, part.offsets, part.sizes, strict=True))
+    begins = [max(first, second) for first, _, second, _ in bounds]
+    ends = [min(first + size, second + length) for first, size, second, length in bounds]
+    return ReadItem(
+        LoadItemType.TENSOR,
+        MetadataIndex(fqn, part.offsets, number),
+        torch.Size([begin - first for begin, first in zip(begins, part.offsets, strict=True)]),
+        MetadataIndex(fqn, saved.offsets, at),
+        torch.Size([begin - first for begin, first in zip(begins, saved.offsets, strict=True)]),
+        torch.Size([end - begin for end, begin in zip(ends, begins, strict=True)]),
+    )
 
 
 def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None:

@@ -20,12 +20,11 @@ from dcp_nvcomp.runs.agreement import Agreement, Failures, RunCall, SignalWatch,
 from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, EventEmitter, RunReport, StepDelayed, StepRestored, StepSkipped
 from dcp_nvcomp.runs.options import REPLICAS, ForwardedOptions, RunContext, check_tiers, is_multiple, job_id
-from dcp_nvcomp.runs.references import References
 from dcp_nvcomp.runs.replicas import Replicas
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.runs.retention import Best, Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.step_save import RunProgress, StepSave
-from dcp_nvcomp.runs.steps import RunSteps, StepNames
+from dcp_nvcomp.runs.steps import References, RunSteps, StepNames
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier
 from dcp_nvcomp.runs.tiers.nodes import nodes_of_run

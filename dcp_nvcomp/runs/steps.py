@@ -1,4 +1,4 @@
-"""The steps of a run: their directories, which hold a complete checkpoint, how one is removed.
+"""The steps of a run: their directories, which hold a complete checkpoint, how one is removed, what saves refer to.
 
 A step is removed so that it is never half visible: the mark `.removing` is published first (whoever pins the step looks
 for it after the pin is there, so one of the two is seen, and if the step is pinned the mark goes again), then go the
@@ -9,8 +9,10 @@ it publishes.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.format.names import (
@@ -28,6 +30,7 @@ from dcp_nvcomp.runs.retention import SavedStep
 from dcp_nvcomp.storage.base import Below, Filesystem, published_name
 
 _FIELD = "{step}"
+_MOST_REFERENCES: Final = 2
 EQUAL = ".equal"  # beside what a replica has saved: other replicas have saved the same
 
 
@@ -154,3 +157,34 @@ def remove_step(filesystem: Filesystem, is_wanted: Callable[[], bool] = lambda: 
     filesystem.remove([REMOVING])
     filesystem.remove_directory()
     return True
+
+
+class References:
+    """The steps that saves of an incremental run may refer to, the newest first; the same on all ranks.
+
+    Those were saved or restored right before. A save begins before the one before it is published, but after the one
+    before that is over. So there are two, of which it takes the newest that is there, and neither is removed meanwhile.
+    A step that is saved again is another one until it is published, so the next save does not refer to it.
+    """
+
+    def __init__(self, there: RunSteps) -> None:
+        """Refer to the newest of the steps that are there."""
+        self._steps: deque[int] = deque(maxlen=_MOST_REFERENCES)
+        self._again: int | None = None  # saved last, in the place of another
+        every = (*there.complete, *there.abandoned, *there.damaged)
+        self._highest = max((saved.step for saved in every), default=-1)
+        self.go_on_from(max((saved.step for saved in there.complete), default=None))
+
+    def go_on_from(self, step: int | None) -> None:
+        """Refer to the step that was restored, if any."""
+        self._steps.clear()
+        if step is not None:
+            self._steps.append(step)
+
+    def of(self, step: int) -> tuple[int, ...]:
+        """Return the steps that the save of a step may refer to; those after it may refer to it."""
+        found = tuple(one for one in self._steps if one not in (step, self._again))
+        self._steps.appendleft(step)
+        self._again = step if step <= self._highest else None
+        self._highest = max(self._highest, step)
+        return found

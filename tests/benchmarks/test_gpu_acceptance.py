@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import gpu_pages, pages
-from benchmarks.gpu_acceptance import merge
+from benchmarks.gpu_acceptance import build, merge, runner
 from benchmarks.gpu_acceptance.results import TABLES
 from benchmarks.gpu_acceptance.runner import FILE_NAME, Runner
 from benchmarks.gpu_acceptance.steps import STEPS, Step
+from benchmarks.gpu_codecs import EngineWork
+from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
+from tests.engines.kernels_on_cpu import ReferenceKernels
+from tests.engines.nvcomp_stand_in import StandInDevice
 
 ROOT = Path(__file__).parents[2]
 
@@ -142,6 +148,56 @@ def test_a_step_that_raises_crashes_or_hangs_leaves_the_others_done(tmp_path: Pa
 
 
 @pytest.mark.tools
+class Undying:
+    """A process that hangs inside the driver, where no signal reaches it."""
+
+    exitcode = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.waited: list[float | None] = []
+
+    def join(self, timeout: float | None = None) -> None:
+        self.waited.append(timeout)
+
+
+def test_a_process_that_can_not_be_killed_is_left_behind() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as real:
+        process = Undying(real.pid)
+        assert runner._end(process, 0.0) == -signal.SIGKILL  # type: ignore[arg-type]
+    assert len(process.waited) == 3 and None not in process.waited, "each wait has a limit"
+
+
+def test_kernels_that_are_there_and_do_not_load_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of_another_machine.abi3.so").write_bytes(b"\x7fELF" + bytes(60))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(build, "_KERNELS", ["of_another_machine", *build._KERNELS])
+    assert build.missing_cpu_kernels() == ["of_another_machine"]
+
+
+def test_an_engine_that_is_metered_does_not_doubt_what_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any, **more: Any) -> Any:
+        raise AssertionError("left to the CPU")
+
+    monkeypatch.setattr(CopyingEngine, "encode_block", fails)
+    monkeypatch.setattr(CopyingEngine, "decoded", fails)
+    device = StandInDevice(ReferenceKernels())
+    state = {f"{at}": torch.randn(1 << 18) for at in range(4)}
+    arena = torch.zeros(8 << 20, dtype=torch.uint8)
+    work = EngineWork(state, "planes-zstd", device, 2 << 20, arena)
+    work.encode()
+    work.decode()
+    work.assert_decoded()
+    work.show_arena()
+    encoded, calls = arena.clone(), len(device.nvcomp.kernel_calls)
+    arena.zero_()
+    work.encode(metered=True)
+    arena.copy_(encoded)
+    work.decode(metered=True)
+    assert len(device.nvcomp.kernel_calls) > calls, "it works on the device"
+    assert work._metered.health.unusable is None and not work._metered._copying.reason
+
+
 def test_without_time_nothing_is_begun(tmp_path: Path) -> None:
     result = Runner(tmp_path, {}, stand_in=True, seconds=0.0, say=lambda text: None).run(STEPS)
     assert result["complete"] and len(result["steps"]) == len(STEPS)

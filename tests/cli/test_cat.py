@@ -12,7 +12,7 @@ import torch
 import typer
 
 from dcp_nvcomp import convert, save
-from dcp_nvcomp.cli.listing import parse_index
+from dcp_nvcomp.cli.looking import parse_index
 from tests.cli.checkpoints import run
 
 STATE: dict[str, Any] = {

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
+from dcp_nvcomp.engines.cuda.coders import NvcompCoders
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, release_device_memory, shared_pool
@@ -29,7 +31,7 @@ from tests.checkpoints import load_into, save
 
 from .cases import BUDGET
 from .kernels_on_cpu import ReferenceKernels
-from .nvcomp_stand_in import StandInDevice
+from .nvcomp_stand_in import Codec, NvcompStandIn, StandInDevice
 from .stand_in_pool import StandInPool, install_stand_ins
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -328,6 +330,47 @@ def test_batches_fit_beside_what_codecs_keep() -> None:
         assert all(torch.equal(out, block) for out, block in zip(outs, blocks, strict=True))
     assert device.peak_nbytes <= 4 * MIB
     assert engine._copying.reason == "", "a batch found too little"
+
+
+class GreedyNvcomp(NvcompStandIn):
+    """nvCOMP that takes scratch memory of which none was expected."""
+
+    def Codec(self, **options: Any) -> Codec:  # noqa: N802
+        codec = super().Codec(**options)
+        codec._take_scratch = lambda nbytes: codec._module.allocate(10 * MIB)  # type: ignore[method-assign]
+        return codec
+
+
+def test_scratch_memory_that_could_not_be_had_is_expected_from_then_on() -> None:
+    device = StandInDevice(ReferenceKernels(), GreedyNvcomp())
+    device.arena.set_limit(8 * MIB)
+    coders, coder = NvcompCoders(device), Deflate(literals_only=True)
+    lengths = np.full(4, coder.slice_nbytes)
+    scratch = torch.zeros(int(lengths.sum()), dtype=torch.uint8)
+    expected_nbytes = coders.encode_nbytes(coder, lengths)
+    with device.session([scratch]), pytest.raises(torch.OutOfMemoryError):
+        coders.encode(coder, scratch, np.arange(4) * coder.slice_nbytes, lengths)
+    assert coders.encode_nbytes(coder, lengths) >= expected_nbytes + 10 * MIB - 1024
+
+
+def test_nvcomp_is_without_our_allocator_when_python_ends() -> None:
+    """The module that drops the last reference to one then ends in SIGABRT or SIGSEGV."""
+    script = """
+import atexit
+from dcp_nvcomp.engines.cuda import arena
+
+class Nvcomp:
+    allocator = None
+    def set_device_allocator(self, allocator=None):
+        self.allocator = allocator
+
+nvcomp = Nvcomp()
+arena.load_nvcomp = lambda: nvcomp
+atexit.register(lambda: print(nvcomp.allocator))
+print(arena.installed_memory() is nvcomp.allocator is arena.installed_memory())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["True", "None"]
 
 
 class Stream:

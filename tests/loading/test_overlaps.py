@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from dcp_nvcomp.loading.overlaps import SavedShards
+from dcp_nvcomp.loading.planner import SavedShards
 
 
 @st.composite

@@ -19,9 +19,8 @@ from dcp_nvcomp.format.names import REMOVING, mark_name
 from dcp_nvcomp.runs import list_run, pin_step, prune_run, unpin_step
 from dcp_nvcomp.runs.background.stages import DurableStage
 from dcp_nvcomp.runs.pruning import reasons_of
-from dcp_nvcomp.runs.references import References
 from dcp_nvcomp.runs.retention import SavedStep, what_goes
-from dcp_nvcomp.runs.steps import RunSteps
+from dcp_nvcomp.runs.steps import References, RunSteps
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.saving import writer as writer_module
 from dcp_nvcomp.saving.process_state import forget_all

@@ -234,7 +234,7 @@ class BatchLayouts:
         numbers = {known: number for number, known in enumerate(chains)}
         chain_of_run = np.array([numbers[id(chain)] for chain, _ in runs], np.int64)
         chain_of_block = np.repeat(chain_of_run, [count for _, count in runs])
-        # in one number, as of rows this takes 25 times as long
+        # each block as one number: np.unique of rows takes 25 times as long
         assert not (flags >> _FLAGS_NBITS).any() and int(nbytes.max(initial=0)) <= _MAX_ROW_NBYTES
         numbered = chain_of_block << 40 | nbytes << _FLAGS_NBITS | flags
         _, firsts, which = np.unique(numbered, return_index=True, return_inverse=True)

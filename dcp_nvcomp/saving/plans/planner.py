@@ -28,12 +28,11 @@ from dcp_nvcomp.calls.values import PLAIN_TENSORS, Path, flatten, is_default_pla
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.paths import merged_paths, paths_to_store, split_paths
 from dcp_nvcomp.saving.encode.objects import serialized
-from dcp_nvcomp.saving.plans.agreement import Proposal, agree, gather_parts
+from dcp_nvcomp.saving.plans.agreement import KeptPlan, PlanKey, Proposal, agree, gather_parts
 from dcp_nvcomp.saving.plans.array_plan import ArrayPlan
 from dcp_nvcomp.saving.plans.balance import balanced
 from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan, PlanOfItems
-from dcp_nvcomp.saving.plans.kept_plans import KeptPlan, PlanKey
 from dcp_nvcomp.saving.plans.layouts import Ints, IrregularError
 from dcp_nvcomp.saving.plans.shared_plan import plan_all
 from dcp_nvcomp.saving.plans.structure import Described, Part, Structure, described, structure_of

@@ -1,4 +1,4 @@
-"""`dcp-nvcomp ls`, `inspect` and `cat`: the checkpoints of a run, the keys of one, the values of a key."""
+"""`dcp-nvcomp ls`, `inspect`, `cat`, `verify` and `diff`: commands that look into checkpoints and change nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from typer import Argument, Option
 
-from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_storage_options
-from dcp_nvcomp.cli.output import Output, show
+from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, parse_storage_options, progress_bar, show
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +38,10 @@ Depth = Annotated[
 ]
 Sort = Annotated[SortKey, Option("--sort", help="Rows by key, largest first, or least compressed first.")]
 Filter = Annotated[str | None, Option("--filter", metavar="PATTERN", help="Only keys that match, such as '*.weight'.")]
+Full = Annotated[bool, Option("--full", help="Decode every block too, and check the decoded bytes.")]
+First = Annotated[str, Argument(metavar="A", help="A checkpoint: a local path, or any fsspec URL.")]
+Second = Annotated[str, Argument(metavar="B", help="Another one.")]
+KeysOnly = Annotated[bool, Option("--keys-only", help="Compare keys, shapes and dtypes; read no tensor.")]
 
 
 def ls_command(url: Url, option: Options = None, as_json: AsJson = False) -> None:
@@ -236,3 +239,32 @@ def _print(output: Output, key: str, value: Any) -> None:
         output.print(", ".join(statistics))
     for line in str(_computable(value)).splitlines():
         output.print(line)
+
+
+def verify_command(url: Url, full: Full = False, option: Options = None, as_json: AsJson = False) -> None:
+    """Check every byte of a checkpoint against its checksums, and name all that is corrupt or missing.
+
+    Exit status 1 if anything is; warnings do not count, nor do blocks that only a GPU could decode.
+    """
+    from dcp_nvcomp import tools
+
+    storage_options = parse_storage_options(option)
+    with progress_bar("verifying") as progress:
+        found = tools.verify(url, full=full, storage_options=storage_options, progress=progress)
+    show(found, as_json)
+    if not found.is_sound:
+        raise typer.Exit(1)
+
+
+def diff_command(
+    a: First, b: Second, keys_only: KeysOnly = False, option: Options = None, as_json: AsJson = False
+) -> None:
+    """Compare two checkpoints: keys, shapes, dtypes, and values bit for bit. Exit status 1 if anything differs."""
+    from dcp_nvcomp import tools
+
+    storage_options = parse_storage_options(option)
+    with progress_bar("comparing") as progress:
+        found = tools.compare(a, b, values=not keys_only, storage_options=storage_options, progress=progress)
+    show(found, as_json)
+    if not found.is_equal:
+        raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`dcp-nvcomp clean`, `prune` and `pin`: what dead saves left, and which steps of a run stay."""
+"""`dcp-nvcomp clean`, `recover`, `consolidate`, `prune` and `pin`: commands that change checkpoints and runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from rich.filesize import decimal
 from typer import Argument, Option
 
 from dcp_nvcomp.calls.tables import Column, Table, counted, left
-from dcp_nvcomp.cli.common import AsJson, Options, Url, parse_seconds, parse_storage_options
-from dcp_nvcomp.cli.output import Output, show
+from dcp_nvcomp.cli.common import AsJson, Options, Output, Url, parse_seconds, parse_storage_options, show
 
 if TYPE_CHECKING:
     from dcp_nvcomp.maintenance.cleaning import Cleaning, RunCleaning
@@ -45,6 +44,9 @@ Milestone = Annotated[list[int] | None, Option("--milestone", help="Keep this st
 Template = Annotated[str, Option("--step-template", help="Name of a step's directory.")]
 Steps = Annotated[int, Argument(metavar="STEP", min=0, help="The step.")]
 Remove = Annotated[bool, Option("--remove", help="Unpin the step.")]
+SaveId = Annotated[
+    str | None, Option("--save-id", metavar="ID", help="The save to restore, if several are possible, as listed.")
+]
 
 
 def clean_command(
@@ -106,6 +108,30 @@ def _print_run(output: Output, found: RunCleaning) -> None:
     output.table(Table(columns, rows))
     count = counted(sum(len(one.orphans) for one in found.checkpoints), "orphan")
     output.print(f"{found.path}: {done} {count}, {decimal(found.nbytes)}.")
+
+
+def recover_command(url: Url, save_id: SaveId = None, option: Options = None, as_json: AsJson = False) -> None:
+    """Restore a lost or corrupt `.metadata` from the copy that each save leaves.
+
+    Never replaces a good checkpoint. Exit status 1 if nothing could be restored, or a save must be named.
+    """
+    from dcp_nvcomp import tools
+    from dcp_nvcomp.maintenance.recovery import INTACT, RECOVERED, is_save_id
+
+    if save_id is not None and not is_save_id(save_id):
+        message = f"{save_id!r} is not of 32 hexadecimal digits, and no `.metadata.<id>.tmp`."
+        raise typer.BadParameter(message, param_hint="--save-id")
+    found = tools.recover(url, save_id=save_id, storage_options=parse_storage_options(option))
+    show(found, as_json)
+    if found.outcome not in (RECOVERED, INTACT):
+        raise typer.Exit(1)
+
+
+def consolidate_command(url: Url, option: Options = None, as_json: AsJson = False) -> None:
+    """Copy into a checkpoint what it shares with others beside it, so that it needs them no more."""
+    from dcp_nvcomp import tools
+
+    show(tools.consolidate(url, storage_options=parse_storage_options(option)), as_json)
 
 
 def prune_command(
