@@ -268,11 +268,6 @@ class CopiedWrite:
         first = next((item for item in items if item.tensor_data is not None), None)
         if first is not None and not can_copy(resolve(first)):
             return "refused"
-        try:
-            self._process = self._start()
-        except Exception as error:
-            logger.warning("The state is encoded while training waits: no background process can start (%s).", error)
-            return "refused"
         # Python objects take memory as soon as they are resolved, and only then have a size. A planner may also make
         # tensors when it is asked for them, so of those there is one at a time.
         objects = {id(item): resolve(item) for item in items if item.tensor_data is None}
@@ -292,6 +287,11 @@ class CopiedWrite:
             logger.warning("The state is encoded while training waits: no memory for a copy of it (%s).", error)
             return "refused"
         if places is None:
+            return "refused"
+        try:  # only now: where ranks have few cores, a first copy beside a process that starts takes twice as long
+            self._process = self._start()
+        except Exception as error:
+            logger.warning("The state is encoded while training waits: no background process can start (%s).", error)
             return "refused"
         self._copy = Copy(places, segment)
         self.staged_nbytes = nbytes
