@@ -1,4 +1,4 @@
-"""Shared by the commands: arguments, and what is printed: lines, tables that fit the terminal, JSON, progress."""
+"""What the commands share: arguments, lines, tables and JSON on standard output, and progress on standard error."""
 
 from __future__ import annotations
 

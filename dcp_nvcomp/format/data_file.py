@@ -15,8 +15,8 @@ from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.footer import Footer, parse_footer
 from dcp_nvcomp.format.framing import MAX_FOOTER_NBYTES, TRAILER_NBYTES, decode_footer, decode_trailer
 from dcp_nvcomp.format.names import shared_directories
-from dcp_nvcomp.storage.attempts import twice
 from dcp_nvcomp.storage.base import BESIDE, Filesystem
+from dcp_nvcomp.storage.reread import twice
 
 
 class DataFileRef(NamedTuple):

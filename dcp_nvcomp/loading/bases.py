@@ -23,7 +23,7 @@ from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.record import MAX_ENCODED_NBYTES, Record
 from dcp_nvcomp.loading.read_plan import GAP_NBYTES, BlockRead, Read, coalesce
-from dcp_nvcomp.storage.attempts import twice
+from dcp_nvcomp.storage.reread import twice
 
 _LEAST_TOGETHER_NBYTES = 1 << 20
 

@@ -34,7 +34,7 @@ from dcp_nvcomp.format.data_file import block_row, encoded_run
 from dcp_nvcomp.format.framing import check_header
 from dcp_nvcomp.loading.bases import LoadedBase, LoadedBases, located
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
-from dcp_nvcomp.storage.attempts import twice
+from dcp_nvcomp.storage.reread import twice
 
 U8 = npt.NDArray[np.uint8]
 

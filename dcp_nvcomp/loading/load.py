@@ -183,10 +183,10 @@ def _saved_objects(reader: NvcompReader) -> set[str]:
 def _shared_metadata(reader: NvcompReader, group: dist.ProcessGroup | None, *, all_alike: bool) -> Iterator[None]:
     """Have a reader use, for one load, the metadata that the first rank reads for all.
 
-    Only of a save of this package, whose data files have names of their own: a rank that finds another checkpoint at
-    this place, as on disks that nodes do not share, then finds none of them. Where it can't be read, and for
-    checkpoints of stock DCP, each rank reads for itself, and reports what it meets there. `all_alike` says whether all
-    ranks read the same file; the same on all of them.
+    This is done for saves of this package only, whose data files have names of their own: a rank that finds another
+    checkpoint at this place, as on disks that nodes do not share, then finds none of them. Where the metadata can't be
+    read, and for checkpoints of stock DCP, each rank reads for itself, and reports what it meets there. `all_alike`
+    says whether all ranks read the same file; it is the same on all of them.
     """
     if group is None or not all_alike or dist.get_world_size(group) == 1:
         yield

@@ -1,8 +1,8 @@
 """The planner of our own `load`: plans with the caller's, or as DCP's default one does, but quickly for plain tensors.
 
 DCP takes about 20 us to find out which saved shards a tensor overlaps, and 300 us if there are 512 of them. A plain
-tensor that was saved as one shard of the same size overlaps that; those of a DTensor are compared with all of its
-shards at once (`SavedShards`). Everything else is left to DCP's default planner.
+tensor that was saved as one shard of the same size overlaps that; the parts of a DTensor are compared with all saved
+shards of the tensor at once (`SavedShards`). Everything else is left to DCP's default planner.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class SavedShards:
     """The saved shards of tensors, of which many may be the same.
 
     DCP looks at each saved shard of each tensor: half a million at 512 ranks. Tensors of one shape share their shards
-    in `.metadata`, so there are few sets of shards, and numpy compares one with a part that is wanted in microseconds.
+    in `.metadata`, so there are few sets of shards, and numpy takes microseconds to compare one with a wanted part.
     """
 
     def __init__(self) -> None:

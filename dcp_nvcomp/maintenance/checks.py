@@ -30,8 +30,8 @@ from dcp_nvcomp.loading.bases import StoredBases, base_of
 from dcp_nvcomp.loading.read_plan import coalesce
 from dcp_nvcomp.maintenance.inspection import LAYOUT_STOCK
 from dcp_nvcomp.maintenance.opening import as_json, document
-from dcp_nvcomp.storage.attempts import twice
 from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.reread import twice
 
 ERROR = "error"
 WARNING = "warning"

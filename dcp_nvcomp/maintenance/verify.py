@@ -61,9 +61,9 @@ from dcp_nvcomp.maintenance.inspection import LAYOUT_FILE, LAYOUT_OURS, LAYOUT_S
 from dcp_nvcomp.maintenance.lone_files import LoneFile, lone_file
 from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.options import check_thread_count
-from dcp_nvcomp.storage.attempts import is_stored, twice
 from dcp_nvcomp.storage.base import BESIDE, Filesystem
 from dcp_nvcomp.storage.open import real_place
+from dcp_nvcomp.storage.reread import is_stored, twice
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -33,8 +33,8 @@ from dcp_nvcomp.format.names import (
 )
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata, files_of
-from dcp_nvcomp.storage.attempts import is_stored
 from dcp_nvcomp.storage.base import BESIDE, Filesystem
+from dcp_nvcomp.storage.reread import is_stored
 
 logger = logging.getLogger(__name__)
 

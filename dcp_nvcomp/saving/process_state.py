@@ -26,7 +26,8 @@ from dcp_nvcomp.saving.asynchronous.background import BackgroundProcess
 from dcp_nvcomp.saving.asynchronous.device_copies import CudaMemory, DeviceMemory
 from dcp_nvcomp.saving.asynchronous.segments import SegmentStores
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments
-from dcp_nvcomp.saving.asynchronous.staging import Staging, UploadFuture
+from dcp_nvcomp.saving.asynchronous.staging import Staging
+from dcp_nvcomp.saving.asynchronous.upload_future import UploadFuture
 from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.plans.agreement import KeptPlans
 from dcp_nvcomp.saving.references import KnownShards

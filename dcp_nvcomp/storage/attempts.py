@@ -1,8 +1,7 @@
-"""What is tried again: requests, until one succeeds, is refused for good, or time is up, and reads that look corrupt.
+"""The loop that repeats requests until one succeeds, is refused for good, or time is up.
 
-The loop of requests runs on fsspec's event loop. The clients of the object stores would retry too, but nested in ours
-their attempts would multiply, and none knows a deadline. So they are told to try once. Reads that look corrupt are
-repeated once: a bit flipped in transit goes away, damage on disk does not.
+It runs on fsspec's event loop. The clients of the object stores would retry too, but nested in ours their attempts
+would multiply, and none knows a deadline. So they are told to try once.
 """
 
 from __future__ import annotations
@@ -13,24 +12,12 @@ import logging
 import os
 import random
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from crc32c import crc32c
-
-from dcp_nvcomp.errors import (
-    CheckpointError,
-    ConfigurationError,
-    CorruptDataError,
-    FormatError,
-    MetadataError,
-    StorageError,
-    UnsafeObjectError,
-    UnsafePathError,
-)
+from dcp_nvcomp.errors import CheckpointError, ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import completed
 
@@ -42,10 +29,6 @@ _ATTEMPT_SHARE = 1 / 3  # of the deadline, for one attempt: a silent server leav
 _LAST_SHARE = 1 / 20  # of the deadline, that must be left: an attempt that is cut off has an unknown outcome
 _REMOVAL_SECONDS = 10.0  # leftovers do no harm: do not wait for another whole deadline after a failure
 _QUIET_SECONDS = 10.0  # after that, retrying is worth a warning
-
-# Not all that stock DCP writes has a CRC, so a flipped bit can also turn up as a path that leads out of the checkpoint,
-# or as a global that is not allowed.
-_SIGNS_OF_CORRUPTION: Final = (CorruptDataError, FormatError, MetadataError, UnsafeObjectError, UnsafePathError)
 
 
 @dataclass(frozen=True)
@@ -157,41 +140,3 @@ class Attempts(ABC):
         failure.attempts = attempts
         failure.outcome_unknown = may_be_done
         return failure
-
-
-def twice(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
-    """Read and check something, and once more if it turns out to be corrupt."""
-    try:
-        return work()
-    except _SIGNS_OF_CORRUPTION:
-        pass  # free the first read before the second
-    return (again or work)()
-
-
-def reread(read: Callable[[], bytes], check: Callable[[bytes], T]) -> T:
-    """Read some bytes and check them, and once more if they turn out to be corrupt and the second read differs."""
-    data = read()
-    try:
-        return check(data)
-    except _SIGNS_OF_CORRUPTION as error:
-        failure = error
-        _let_go(error)
-    seen = crc32c(data)
-    del data  # there is memory for one of them, not for both
-    data = read()
-    if crc32c(data) == seen:
-        raise failure
-    return check(data)
-
-
-def _let_go(error: BaseException) -> None:
-    """Free what the frames of an error's traceback hold: all that was made of the bytes before it was raised."""
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__
-
-
-def is_stored(read: Callable[[], bytes], expected: bytes) -> bool:
-    """Return True if one of two reads gives the expected bytes; the second is made only if the first differs."""
-    return any(read() == expected for _ in range(2))

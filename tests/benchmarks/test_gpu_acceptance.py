@@ -147,7 +147,6 @@ def test_a_step_that_raises_crashes_or_hangs_leaves_the_others_done(tmp_path: Pa
     assert statuses["passes"] == "passed"
 
 
-@pytest.mark.tools
 class Undying:
     """A process that hangs inside the driver, where no signal reaches it."""
 
@@ -165,6 +164,7 @@ def test_a_process_that_can_not_be_killed_is_left_behind() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True) as real:
         process = Undying(real.pid)
         assert runner._end(process, 0.0) == -signal.SIGKILL  # type: ignore[arg-type]
+        assert real.wait(60) in (-signal.SIGTERM, -signal.SIGKILL)
     assert len(process.waited) == 3 and None not in process.waited, "each wait has a limit"
 
 
@@ -198,6 +198,7 @@ def test_an_engine_that_is_metered_does_not_doubt_what_never_arrives(monkeypatch
     assert work._metered.health.unusable is None and not work._metered._copying.reason
 
 
+@pytest.mark.tools
 def test_without_time_nothing_is_begun(tmp_path: Path) -> None:
     result = Runner(tmp_path, {}, stand_in=True, seconds=0.0, say=lambda text: None).run(STEPS)
     assert result["complete"] and len(result["steps"]) == len(STEPS)

@@ -15,7 +15,7 @@ from dcp_nvcomp.errors import (
     UnsafeObjectError,
     UnsafePathError,
 )
-from dcp_nvcomp.storage.attempts import is_stored, reread, twice
+from dcp_nvcomp.storage.reread import is_stored, reread, twice
 
 
 def failing(*outcomes: CheckpointError | int) -> Callable[[], int]:

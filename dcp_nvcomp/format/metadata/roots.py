@@ -37,8 +37,8 @@ from dcp_nvcomp.format.names import (
     save_id_of_copy,
 )
 from dcp_nvcomp.format.recognition import refused
-from dcp_nvcomp.storage.attempts import reread
 from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.reread import reread
 
 _USUAL_NBYTES: Final = 64 << 20
 _PICKLE: Final = pickle.PROTO

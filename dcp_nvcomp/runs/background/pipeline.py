@@ -30,7 +30,7 @@ from dcp_nvcomp.runs.step_save import NodePublisher, StepPublisher, StepSave
 from dcp_nvcomp.runs.steps import RunSteps
 from dcp_nvcomp.runs.tiers.fast import Room
 from dcp_nvcomp.runs.tiers.uploads import SourceError
-from dcp_nvcomp.saving.asynchronous.staging import UploadFuture
+from dcp_nvcomp.saving.asynchronous.upload_future import UploadFuture
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.saving.save import AsyncSave, async_save
 from dcp_nvcomp.saving.stats import SaveStats

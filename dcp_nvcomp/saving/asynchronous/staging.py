@@ -2,7 +2,7 @@
 
 The caller's thread also pickles the objects of the state: a pickle imports, and the caller may hold a module's lock.
 State in host memory is copied first (`CopiedWrite`), and so is what is on GPUs if they have the room (`DeviceCopies`),
-to be encoded and written in the background. `async_save` returns an `UploadFuture` for the whole save.
+to be encoded and written in the background.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from concurrent.futures import CancelledError, Future
 from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_nvcomp.engines.choice import EngineChoice
@@ -24,9 +23,9 @@ from dcp_nvcomp.saving.asynchronous.background import BackgroundCannotRun, Backg
 from dcp_nvcomp.saving.asynchronous.device_copies import DeviceCopies
 from dcp_nvcomp.saving.asynchronous.segments import SegmentStores, StagingBudget, StagingMemory, default_budget_nbytes
 from dcp_nvcomp.saving.asynchronous.shared_memory import SharedSegments, can_copy, copied, resolver, room_nbytes
+from dcp_nvcomp.saving.asynchronous.upload_future import UploadFuture
 from dcp_nvcomp.saving.data_files import planned_nbytes
 from dcp_nvcomp.saving.encode.remembered import RememberedChoices
-from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 from dcp_nvcomp.saving.rank_save import RankSave, Resolve, Written
 from dcp_nvcomp.saving.stats import RankTotals
 
@@ -268,6 +267,11 @@ class CopiedWrite:
         first = next((item for item in items if item.tensor_data is not None), None)
         if first is not None and not can_copy(resolve(first)):
             return "refused"
+        try:
+            self._process = self._start()
+        except Exception as error:
+            logger.warning("The state is encoded while training waits: no background process can start (%s).", error)
+            return "refused"
         # Python objects take memory as soon as they are resolved, and only then have a size. A planner may also make
         # tensors when it is asked for them, so of those there is one at a time.
         objects = {id(item): resolve(item) for item in items if item.tensor_data is None}
@@ -287,11 +291,6 @@ class CopiedWrite:
             logger.warning("The state is encoded while training waits: no memory for a copy of it (%s).", error)
             return "refused"
         if places is None:
-            return "refused"
-        try:  # only now: where ranks have few cores, a first copy beside a process that starts takes twice as long
-            self._process = self._start()
-        except Exception as error:
-            logger.warning("The state is encoded while training waits: no background process can start (%s).", error)
             return "refused"
         self._copy = Copy(places, segment)
         self.staged_nbytes = nbytes
@@ -365,40 +364,3 @@ def _remove_files(part: RankSave) -> None:
             filesystem.remove([file.name for lane in part.lanes(filesystem) for file in lane])
     except CheckpointError as error:  # what failed first is what is raised
         logger.warning("Files of a failed save could not be removed: %s", error)
-
-
-class UploadFuture(Future[Metadata]):
-    """The future of a whole save: DCP's metadata, made when it is asked for. Notes whether its outcome was seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.was_looked_at = False
-        self._plain: Metadata | None = None
-        self._unfolding = threading.Lock()
-        self.set_running_or_notify_cancel()  # from now on it can't be cancelled
-
-    def result(self, timeout: float | None = None) -> Metadata:
-        self._look(timeout)
-        metadata = super().result()
-        if not isinstance(metadata, PlannedMetadata):
-            return metadata
-        with self._unfolding:  # not before: of many shards it takes seconds
-            if self._plain is None:
-                self._plain = metadata.plain()
-            return self._plain
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._look(timeout)
-        return super().exception()
-
-    def _look(self, timeout: float | None) -> None:
-        super().exception(timeout)  # raises TimeoutError: then nothing was seen
-        self.was_looked_at = True
-
-    def wait(self) -> None:
-        """Wait until the save is over, without looking at its outcome."""
-        super().exception()
-
-    def take_unseen_error(self) -> BaseException | None:
-        """Return the error of a save that failed if it was not seen; from now on it counts as seen."""
-        return None if self.was_looked_at or not self.done() else self.exception()

@@ -20,7 +20,6 @@ import fsspec
 from dcp_nvcomp.calls.suggestions import unknown_option
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.redaction import Redactor
-from dcp_nvcomp.storage.attempts import is_stored
 from dcp_nvcomp.storage.base import Below, UnfinishedUpload, already_published
 from dcp_nvcomp.storage.conditional import AS_IT_IS, UNREADABLE, publish
 from dcp_nvcomp.storage.objects.bucket import (
@@ -35,6 +34,7 @@ from dcp_nvcomp.storage.objects.bucket import (
     status_of,
 )
 from dcp_nvcomp.storage.remote import PARALLEL_READS, PartedOutput, part_nbytes
+from dcp_nvcomp.storage.reread import is_stored
 
 _UNKNOWN_CONDITIONS: Final = ("NotImplemented", "InvalidArgument", "InvalidRequest")
 # Transient although their status is 4xx: garbled in transit, too slow, or in conflict with each other.
