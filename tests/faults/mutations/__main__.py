@@ -60,7 +60,7 @@ class Copy:
         os.utime(path, (second, second))
 
     def failures(self, mutation: Mutation) -> list[str] | None:
-        """Return the names of the tests that fail without the protection; None if there are no such tests."""
+        """Return the names of the tests that fail without the protection; None if no test could run."""
         text = (ROOT / mutation.file).read_text()
         self._write(mutation.file, text.replace(mutation.old, mutation.new))
         options = "-q -x --show-capture=no --tb=no -p no:cacheprovider -o timeout=200"
@@ -80,10 +80,9 @@ class Copy:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
         self._write(mutation.file, text)
-        if status not in (0, 1):
-            return None
         # a name without "::" is a file that could not be imported: that proves nothing
-        return re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", said.read_text(), re.MULTILINE) if status else []
+        named = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", said.read_text(), re.MULTILINE)
+        return [] if status == 0 else named or None
 
 
 def main() -> None:
