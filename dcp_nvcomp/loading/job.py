@@ -120,6 +120,7 @@ class LoadJob:
         self._decode_slots = threading.BoundedSemaphore(options.thread_count)
         self._workers = WorkerGroup([self._reads])
         self._device = _current_device()
+        self._filled: dict[torch.device, None] = {}  # GPUs that destinations are on
         self._committed = 0
         self._busy: dict[str, list[float]] = {"fetch": [], "decode": []}
         self._more_nbytes: list[int] = []  # fetched by each thread for what it derives
@@ -234,6 +235,7 @@ class LoadJob:
             self._engine.on_cuda(tensor.device)  # emit its fallback warning on the caller's thread
             # load threads write on streams of their own: first finish what the caller has queued for this tensor
             torch.cuda.current_stream(tensor.device).synchronize()
+            self._filled[tensor.device] = None
         return tensor
 
     def _commit_finished(self) -> None:
@@ -279,6 +281,7 @@ class LoadJob:
                     with self._decode_slots:
                         start = time.perf_counter()
                         decoder.decode(fetched)
+                        self._wait_for_copies()
                         spent = time.perf_counter() - start
                     decoding += spent
                     self._source.decoded(read, spent)
@@ -295,6 +298,15 @@ class LoadJob:
         self._busy["fetch"].append(fetching)
         self._busy["decode"].append(decoding)
         self._more_nbytes.append(decoder.bases.fetched_nbytes if decoder is not None else 0)
+
+    def _wait_for_copies(self) -> None:
+        """Wait for copies that this thread has started: torch only queues those within a GPU, and from one to another.
+
+        A copy from the host is one of them where the destination has gaps: it goes through memory of the GPU that has
+        none. The caller may work on a stream that does not wait for this thread's.
+        """
+        for device in tuple(self._filled):
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _current_device() -> torch.device | None:
