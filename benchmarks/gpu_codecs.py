@@ -1,9 +1,10 @@
 """Parts of `gpu`: the CUDA engine by itself, without files.
 
 "engine" is what a save and a load get: kernels, nvCOMP, checksums, copies between GPU and host. Staging is done as by a
-save, with two engines: one encodes while what the other has encoded is copied. "device" is the GPU's own time for it,
-without those copies and without what the host does before and after: by how much the engine could still gain from
-better overlap. The ceiling is nvCOMP's open coder alone on the planes that it codes.
+save, with two engines: one encodes while what the other has encoded is copied, and a third thread compares what has
+arrived. "device" is the GPU's own time for it, without those copies and without what the host does before and after: by
+how much the engine could still gain from better overlap. The ceiling is nvCOMP's open coder alone on the planes that it
+codes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from queue import LifoQueue, SimpleQueue
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.gpu_device import Meter, RawCoder, host_memory, synchronize, with_siblings
@@ -26,9 +28,12 @@ from dcp_nvcomp.codecs import Ans, CodecChain
 from dcp_nvcomp.codecs.base import EncodedBlock
 from dcp_nvcomp.codecs.choose import parse_codec, sample_nbytes
 from dcp_nvcomp.codecs.coders import DEFAULT_SLICE_NBYTES
-from dcp_nvcomp.codecs.encoded_run import encoded_nbytes
+from dcp_nvcomp.codecs.encoded_run import EncodedRun, encoded_nbytes
+from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob, DecodeRun, JobChecks, Work
 from dcp_nvcomp.engines.cuda.device import Device
-from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
+from dcp_nvcomp.engines.cuda.encode import EncodeJob
+from dcp_nvcomp.engines.cuda.engine import CudaEngine
+from dcp_nvcomp.engines.cuda.fallback import CopyingEngine, EnginePolicy, FallBack
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE
 from dcp_nvcomp.engines.tensors import element_type
 from dcp_nvcomp.saving.encode.choices import spread_sample
@@ -44,32 +49,52 @@ ENCODE_TARGET, DECODE_TARGET, ANS_TARGET = 60.0, 80.0, 150.0
 
 @dataclass(frozen=True)
 class _Batch:
-    """Blocks that are handed to an engine together, neighbours in the state, and where they are decoded to."""
+    """Blocks that are handed to an engine together, as runs of them in the state, and where they are decoded to."""
 
     jobs: Sequence[EncodeJob]
     outs: Sequence[torch.Tensor]
 
     @property
     def max_encoded_nbytes(self) -> int:
-        return sum(job.chain.max_encoded_nbytes(job.nbytes) for job in self.jobs)
+        return sum(job.chain.max_encoded_nbytes(nbytes) for job in self.jobs for nbytes in job.block_nbytes.tolist())
+
+    def works(self, encoded: Sequence[EncodedBlock]) -> Iterator[Work]:
+        """Yield what decodes it: runs, but for blocks that an engine has encoded one by one."""
+        at = 0
+        for job, out in zip(self.jobs, self.outs, strict=True):
+            mine, at = encoded[at : at + job.count], at + job.count
+            if isinstance(mine, EncodedRun):
+                yield DecodeRun(mine, job.chain, out)
+                continue
+            for one, to in zip(mine, out.split(job.block_nbytes.tolist()), strict=True):
+                yield DecodeJob(one.data, one.row, job.chain, to)
 
 
-def _blocks(tensor: torch.Tensor, out: torch.Tensor, chain: CodecChain) -> Iterator[tuple[EncodeJob, torch.Tensor]]:
-    block_nbytes = chain.block_nbytes
-    blocks, outs = (one.view(torch.uint8).reshape(-1).split(block_nbytes) for one in (tensor, out))
-    for block, to in zip(blocks, outs, strict=True):
-        yield EncodeJob((block,), chain), to
+def _run(tensor: torch.Tensor, out: torch.Tensor, chain: CodecChain) -> tuple[EncodeJob, torch.Tensor]:
+    """Return the blocks of a tensor as a save hands them to an engine."""
+    bounds = np.append(np.arange(0, tensor.nbytes, chain.block_nbytes), tensor.nbytes)
+    return EncodeJob((tensor.view(torch.uint8).reshape(-1),), chain, bounds=bounds), out.view(torch.uint8).reshape(-1)
 
 
-def _batches(blocks: Iterable[tuple[EncodeJob, torch.Tensor]], batch_nbytes: int) -> Iterator[_Batch]:
+def _batches(runs: Iterable[tuple[EncodeJob, torch.Tensor]], batch_nbytes: int) -> Iterator[_Batch]:
     jobs: list[EncodeJob] = []
     outs: list[torch.Tensor] = []
-    for job, out in blocks:
-        if jobs and sum(one.nbytes for one in jobs) + job.nbytes > batch_nbytes:
-            yield _Batch(jobs, outs)
-            jobs, outs = [], []
-        jobs.append(job)
-        outs.append(out)
+    room = batch_nbytes
+    for job, out in runs:
+        assert job.bounds is not None
+        at = 0
+        while at < job.count:
+            fitting = int(np.searchsorted(job.bounds, job.bounds[at] + room, side="right")) - 1 - at
+            if fitting < 1 and jobs:
+                yield _Batch(jobs, outs)
+                jobs, outs, room = [], [], batch_nbytes
+                continue
+            stop = at + max(fitting, 1)
+            start, end = job.bounds[[at, stop]].tolist()
+            jobs.append(job.part(at, stop))
+            outs.append(out[start:end])
+            room -= end - start
+            at = stop
     yield _Batch(jobs, outs)
 
 
@@ -80,6 +105,17 @@ class Metered(CudaEngine):
         self, jobs: Sequence[EncodeJob], encoded: Sequence[EncodedBlock], out: memoryview, policy: EnginePolicy
     ) -> Sequence[EncodedBlock]:
         return encoded
+
+    def _encoded_again(
+        self,
+        jobs: Sequence[EncodeJob],
+        run: EncodedRun,
+        wrong: Sequence[int],
+        room: memoryview,
+        fall_back: FallBack,
+        cpu: CopyingEngine,
+    ) -> list[EncodedBlock]:
+        return [*run]
 
 
 class EngineWork:
@@ -108,7 +144,8 @@ class EngineWork:
         self._codec = codec
         self._nvcomp_version = str(device.nvcomp.__version__)
         self._arena = arena
-        # as a save: engines with a stream and a thread each, which share the budget
+        self._policy = policy
+        # as a save: engines with a stream each, which share the budget
         share = replace(policy, device_memory_budget=policy.device_memory_budget // ENGINES_PER_DEVICE)
         self._engines = [
             CudaEngine(device.torch_device, share, backend=backend)
@@ -117,13 +154,10 @@ class EngineWork:
         self._engine = CudaEngine(device.torch_device, policy, backend=device)
         self._metered = Metered(device.torch_device, policy, backend=self.meter)
         self._out = {name: torch.empty_like(tensor).fill_(0) for name, tensor in state.items()}
-        blocks = (
-            block
-            for name, tensor in state.items()
-            for block in _blocks(tensor, self._out[name], self._chain_for(tensor))
-        )
-        self._batches = list(_batches(blocks, batch_nbytes))
+        runs = (_run(tensor, self._out[name], self._chain_for(tensor)) for name, tensor in state.items())
+        self._batches = list(_batches(runs, batch_nbytes))
         self._encoded: list[Sequence[EncodedBlock]] = []
+        self._checks = JobChecks()
 
     def _chain_for(self, tensor: torch.Tensor) -> CodecChain:
         element = element_type(tensor.dtype)
@@ -147,29 +181,46 @@ class EngineWork:
         return position
 
     def encode_overlapped(self) -> None:
-        """Encode everything, each batch to a place of its own, with several engines at once."""
+        """Encode everything as a save does, each batch to a place of its own.
+
+        There is one thread more than engines: it compares what has arrived while the engines work for the others.
+        """
         memory, position = self._arena.numpy().data, 0
         waiting: SimpleQueue[tuple[_Batch, memoryview] | None] = SimpleQueue()
         for batch in self._batches:
             waiting.put((batch, memory[position : position + batch.max_encoded_nbytes]))
             position += batch.max_encoded_nbytes
+        free: LifoQueue[CudaEngine] = LifoQueue()
+        for engine in self._engines:
+            free.put(engine)
 
-        def work(engine: CudaEngine) -> None:
+        def work() -> None:
             while (taken := waiting.get()) is not None:
-                engine.encode(taken[0].jobs, taken[1])
+                batch, room = taken
+                engine = free.get()
+                try:
+                    encoded = engine.encode_checked(batch.jobs, room)
+                finally:
+                    free.put(engine)
+                engine.put_right(batch.jobs, encoded, room, self._policy)
 
-        for _ in self._engines:
+        threads = len(self._engines) + 1
+        for _ in range(threads):
             waiting.put(None)
-        with ThreadPoolExecutor(len(self._engines)) as pool:
-            for done in [pool.submit(work, engine) for engine in self._engines]:
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(work) for _ in range(threads)]:
                 done.result()
 
     def decode(self, *, metered: bool = False) -> None:
         """Decode what was encoded last."""
         engine = self._metered if metered else self._engine
         for batch, encoded in zip(self._batches, self._encoded, strict=True):
-            rows = zip(encoded, batch.jobs, batch.outs, strict=True)
-            engine.decode([DecodeJob(one.data, one.row, job.chain, out) for one, job, out in rows], verify="stored")
+            works = [*batch.works(encoded)]
+            runs = [work for work in works if isinstance(work, DecodeRun)]
+            if len(runs) == len(works) and self._checks.passes(*runs):  # together, as a load looks at them
+                engine.decode_checked(works, verify="stored")
+            else:
+                engine.decode(works, verify="stored")
 
     def show_arena(self) -> None:
         """Before decoding on the device alone."""

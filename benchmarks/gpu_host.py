@@ -2,8 +2,10 @@
 
     python -m benchmarks.gpu_host [--json FILE] [--profile]
 
-Addresses, tables and batches are those of a real engine with our own kernels; what is left is the time of Python. It is
-given as processor time of the thread, so that a busy machine does not count. A model, not a measurement of a GPU.
+Addresses, tables and batches are those of a real engine with our own kernels; what is left is the time of Python. What
+the driver takes to launch kernels and to start copies is not in it, nor what a save does to cut tensors into blocks and
+a load to plan reads. It is processor time of the thread, so that a busy machine does not count. A model, not a
+measurement of a GPU.
 """
 
 from __future__ import annotations
@@ -34,9 +36,8 @@ from dcp_nvcomp.codecs.choose import Auto
 from dcp_nvcomp.codecs.encoded_run import EncodedRun
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
-from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.decode_jobs import DecodeRun, JobChecks
-from dcp_nvcomp.engines.cuda.device import Launch
+from dcp_nvcomp.engines.cuda.device import Launch, LaunchedKernels
 from dcp_nvcomp.engines.cuda.engine import EncodeJob, EnginePolicy
 from dcp_nvcomp.saving.encode.records import RecordMaker
 from dcp_nvcomp.saving.encode.remembered import RememberedChoices
@@ -49,22 +50,6 @@ _FRAME_SHARE = 0.35
 _RATIO = 0.67
 
 
-class _NullKernels:
-    """Kernels that leave everything as it is: CRCs are zero, which is what decoding compares with."""
-
-    def inspect(self, blocks: RowTable, crc: Tensor, seen: Tensor) -> None:
-        pass
-
-    def split(self, blocks: RowTable, seen: Tensor, flags: Tensor) -> None:
-        pass
-
-    def merge(self, blocks: RowTable) -> None:
-        pass
-
-    def copy(self, pieces: RowTable) -> None:
-        pass
-
-
 class NullDevice:
     """A device on which nothing takes time, but for what the host does."""
 
@@ -73,7 +58,8 @@ class NullDevice:
     stream_handle = 1
 
     def __init__(self) -> None:
-        self.kernels = _NullKernels()
+        # tables are made and handed over, and CRCs stay zero, which is what decoding compares with
+        self.kernels = LaunchedKernels(self.torch_device, lambda name, tiles, addresses: None)
         self.nvcomp: Any = None
         # the pages of this memory are never touched
         self.arena = Arena(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
@@ -120,7 +106,7 @@ class _Work:
         self._checks, self._turns = JobChecks(), count()
 
     def encode(self) -> None:
-        """Encode as a save does: blocks are made of tensors first."""
+        """Encode runs of blocks, as a save hands them over."""
         # the one operation of torch that goes over device memory
         with patch.object(torch.Tensor, "bitwise_not_", lambda tensor: tensor):
             self._encode()
