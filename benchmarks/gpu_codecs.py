@@ -217,8 +217,9 @@ class EngineWork:
         for batch, encoded in zip(self._batches, self._encoded, strict=True):
             works = [*batch.works(encoded)]
             runs = [work for work in works if isinstance(work, DecodeRun)]
-            if len(runs) == len(works) and self._checks.passes(*runs):  # together, as a load looks at them
-                engine.decode_checked(works, verify="stored")
+            columns = self._checks.columns_of(runs) if len(runs) == len(works) else None
+            if columns is not None:  # as a load does
+                engine.decode_checked(works, verify="stored", columns=columns)
             else:
                 engine.decode(works, verify="stored")
 

@@ -23,7 +23,7 @@ from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.batches import fitting
 from dcp_nvcomp.engines.cuda.coders import DECODE
-from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob, DecodeRun, JobChecks
+from dcp_nvcomp.engines.cuda.decode_jobs import Columns, DecodeJob, DecodeRun, JobChecks
 from dcp_nvcomp.engines.cuda.engine import BlockEngine
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
@@ -185,18 +185,18 @@ class Decoder:
 
     def _decode_on_gpu(self, device: torch.device, blocks: list[BlockRead], fetched: Fetched) -> None:
         """Decode blocks with an engine; one that turns out to be corrupt is read once more."""
-        runs, others = self._runs(blocks, fetched, device)
+        runs, columns, others = self._runs(blocks, fetched, device)
         if runs:
             try:
                 with self._gpu.engine(device) as engine:
-                    engine.decode_checked(runs, verify=self._verify)
+                    engine.decode_checked(runs, verify=self._verify, columns=columns)
             except CorruptDataError:  # each alone, which finds out which it is
                 others = blocks
         self._decode_alone(device, others, fetched)
 
     def _runs(
         self, blocks: list[BlockRead], fetched: Fetched, device: torch.device
-    ) -> tuple[list[DecodeRun], list[BlockRead]]:
+    ) -> tuple[list[DecodeRun], Columns | None, list[BlockRead]]:
         """Return what follows each other in the file and in memory, with rows that make sense, and the other blocks."""
         runs, others = list[tuple[DecodeRun, list[BlockRead]]](), list[BlockRead]()
         for _, same in groupby(enumerate(blocks), lambda one: (one[1].number - one[0], _only_target(one[1]))):
@@ -207,11 +207,12 @@ class Decoder:
             else:
                 runs.append((run, these))
         found = [run for run, _ in runs]
-        if not runs or self._checks.passes(*found):
-            return found, others
-        passing = [self._checks.passes(run) for run in found]
+        columns = self._checks.columns_of(found) if found else None
+        if columns is not None or not found:
+            return found, columns, others
+        passing = [self._checks.columns_of([run]) is not None for run in found]
         others += [block for (_, these), passes in zip(runs, passing, strict=True) if not passes for block in these]
-        return [run for run, passes in zip(found, passing, strict=True) if passes], others
+        return [run for run, passes in zip(found, passing, strict=True) if passes], None, others
 
     def _run(self, blocks: list[BlockRead], fetched: Fetched, device: torch.device) -> DecodeRun | None:
         read, first, last = fetched.read, blocks[0], blocks[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from dcp_nvcomp.engines.cuda.decode_jobs import DecodeRun, JobChecks, singles_of
+from dcp_nvcomp.engines.cuda.decode_jobs import Columns, DecodeRun, JobChecks, singles_of
 from dcp_nvcomp.engines.cuda.engine import CudaEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, shared_pool
 from dcp_nvcomp.engines.tensors import plain_allocate
@@ -117,9 +118,9 @@ def test_blocks_are_decoded_where_they_belong(
     places: list[int] = []
     decode = CudaEngine.decode_checked
 
-    def watched(self: CudaEngine, jobs: Any, *, verify: str) -> None:
+    def watched(self: CudaEngine, jobs: Any, **options: Any) -> None:
         places.extend(job.out.data_ptr() for job in singles_of(jobs) if job.out.numel())
-        decode(self, jobs, verify=verify)
+        decode(self, jobs, **options)
 
     monkeypatch.setattr(CudaEngine, "decode_checked", watched)
     load_into(tmp_path, into)
@@ -134,16 +135,16 @@ def test_a_run_that_can_not_go_to_a_gpu_as_it_is(
     """Those that were read together with it do."""
     state = {name: torch.randn(4500, 200) for name in "abc"}
     save_on_cpu(tmp_path, state)
-    passes, decode, seen = JobChecks.passes, CudaEngine.decode_checked, list[tuple[bool, str | None]]()
+    columns_of, decode, seen = JobChecks.columns_of, CudaEngine.decode_checked, list[tuple[bool, str | None]]()
 
-    def none_of_b(self: JobChecks, *runs: DecodeRun) -> bool:
-        return passes(self, *runs) and "b" not in {run.fqn for run in runs}
+    def none_of_b(self: JobChecks, runs: Sequence[DecodeRun]) -> Columns | None:
+        return None if "b" in {run.fqn for run in runs} else columns_of(self, runs)
 
-    def watched(self: CudaEngine, works: Any, *, verify: str) -> None:
+    def watched(self: CudaEngine, works: Any, **options: Any) -> None:
         seen.extend((isinstance(work, DecodeRun), work.fqn) for work in works)
-        decode(self, works, verify=verify)
+        decode(self, works, **options)
 
-    monkeypatch.setattr(JobChecks, "passes", none_of_b)
+    monkeypatch.setattr(JobChecks, "columns_of", none_of_b)
     monkeypatch.setattr(CudaEngine, "decode_checked", watched)
     into = destination(state)
     load_into(tmp_path, into, thread_count=1)
@@ -370,8 +371,8 @@ def test_others_may_use_the_engine_meanwhile(tmp_path: Path, monkeypatch: pytest
     free: list[int] = []
     placed: Counter[object] = Counter()
 
-    def finds_the_last_corrupt(self: CudaEngine, jobs: Any, *, verify: str) -> None:
-        decode(self, jobs, verify=verify)
+    def finds_the_last_corrupt(self: CudaEngine, jobs: Any, **options: Any) -> None:
+        decode(self, jobs, **options)
         if isinstance(jobs[-1], DecodeRun):
             raise CorruptDataError("It looks corrupt.")  # then each goes alone
         last = jobs[-1].byte_range

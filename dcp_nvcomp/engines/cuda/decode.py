@@ -91,9 +91,12 @@ class BatchDecoder:
         """Return the layout for decoding of a batch that is laid out for encoding."""
         return self._batches.get(layout.runs, layout.nbytes, layout.flags)
 
+    def _layout_of(self, columns: Columns) -> BatchLayout:
+        return columns.layout or self._batches.get(columns.runs, columns.nbytes, columns.flags)
+
     def costs_nbytes(self, columns: Columns) -> list[int]:
         """Return the device memory that decoding each block takes, in addition to the block."""
-        costs = self._costs.get(self._batches.get(columns.runs, columns.nbytes, columns.flags))
+        costs = self._costs.get(self._layout_of(columns))
         found: list[int] = (costs + columns.encoded_nbytes).tolist()
         return found
 
@@ -109,7 +112,7 @@ class BatchDecoder:
         """Decode blocks; return what is wrong with some of them, which are numbered through all of the works."""
         with self._device.session([work.out for work in works]):
             encoded, bounds = self._fetch(works, columns.encoded_nbytes)
-            layout, starts = self._batches.get(columns.runs, columns.nbytes, columns.flags), bounds[:-1]
+            layout, starts = self._layout_of(columns), bounds[:-1]
             stored = read_crcs(start_crcs(self._device, starts + encoded.data_ptr(), columns.encoded_nbytes))
             sound = np.flatnonzero(stored == columns.encoded_crcs)
             if sound.size == stored.size:
@@ -119,7 +122,7 @@ class BatchDecoder:
             doubts = dict.fromkeys(np.flatnonzero(stored != columns.encoded_crcs).tolist(), _ARRIVED_WRONG)
             if sound.size:
                 columns = columns.some(sound, layout.slice_bounds)
-                layout = self._batches.get(columns.runs, columns.nbytes, columns.flags)
+                layout = self._layout_of(columns)
                 found = self._decode_sound(columns, layout, encoded, starts[sound])
                 doubts |= {int(sound[at]): doubt for at, doubt in found.items()}
             return doubts

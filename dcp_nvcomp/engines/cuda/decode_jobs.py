@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from dcp_nvcomp.codecs.base import ALIGNMENT_NBYTES, BlockRow, CodecChain, check
 from dcp_nvcomp.codecs.encoded_run import EncodedRun
 from dcp_nvcomp.engines.cuda.batches import (
     I64,
+    BatchLayout,
     BatchLayouts,
     ChainRuns,
     Layouts,
@@ -120,6 +121,7 @@ class Columns:
     crcs: U32  # of its bytes
     out: I64  # the address of its destination
     slice_nbytes: I64  # of each slice, its encoded length
+    layout: BatchLayout | None = None  # if `JobChecks` has worked it out
 
     @staticmethod
     def of(works: Sequence[Work]) -> Columns:
@@ -132,8 +134,8 @@ class Columns:
         if len(parts) == 1:
             return parts[0]
         names = ("encoded_nbytes", "nbytes", "flags", "encoded_crcs", "crcs", "out", "slice_nbytes")
-        joined = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
-        return Columns(tuple([run for part in parts for run in part.runs]), *joined)
+        joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        return Columns(tuple([run for part in parts for run in part.runs]), **joined)
 
     def some(self, which: I64, slice_bounds: I64) -> Columns:
         """Return some of the blocks; `slice_bounds` are those of the layout of all."""
@@ -212,32 +214,32 @@ class JobChecks:
         if sum(map(padded, stored)) + layout.stored_nbytes > job.data.nbytes:
             _refuse(job, "The block is shorter than its slices.")
 
-    def passes(self, *runs: DecodeRun) -> bool:
-        """Return True if each block of these runs would pass `check`, and if one copy takes each run to a GPU.
+    def columns_of(self, runs: Sequence[DecodeRun]) -> Columns | None:
+        """Return all blocks of these runs if each would pass `check`, and one copy takes each run to a GPU; else None.
 
         But for the CRCs of the stored bytes, which the GPU compares before it decodes them: one core computes them at a
         sixth of the rate of the bus.
         """
         if any(run.out.numel() != run.starts[-1] for run in runs):
-            return False
+            return None
         if any(run.encoded.flags.any() and not _has_valid_flags(run) for run in runs):
-            return False
+            return None
         columns = Columns.of(runs)
         widths = np.repeat([split_width(run.chain.array_to_bytes) for run in runs], [run.count for run in runs])
         if (columns.encoded_nbytes % ALIGNMENT_NBYTES).any() or (columns.nbytes % widths).any():
-            return False
+            return None
         layout = self._batches.get(columns.runs, columns.nbytes, columns.flags)
         slices = np.concatenate([np.diff(run.encoded.slice_bounds) for run in runs])
         if not np.array_equal(np.diff(layout.slice_bounds), slices):
-            return False
+            return None
         pieces = layout.pieces
         stored, decoded = columns.slice_nbytes, pieces.lengths[pieces.coded]
         if not ((stored >= 1) & (stored <= decoded)).all():
-            return False
+            return None
         lengths = pieces.lengths.copy()
         lengths[pieces.coded] = stored
         ends = starts_of(padded_nbytes(lengths))[pieces.bounds]
-        return bool((np.diff(ends) <= columns.encoded_nbytes).all())
+        return replace(columns, layout=layout) if (np.diff(ends) <= columns.encoded_nbytes).all() else None
 
 
 def _has_valid_flags(run: DecodeRun) -> bool:

@@ -184,7 +184,7 @@ class CudaEngine:
         """Decode blocks; returns once all of them are complete."""
         passed: list[Work] = []
         for work in works:
-            if isinstance(work, DecodeRun) and self._checks.passes(work):
+            if isinstance(work, DecodeRun) and self._checks.columns_of([work]) is not None:
                 passed.append(work)
                 continue
             for job in singles_of([work]):
@@ -192,16 +192,16 @@ class CudaEngine:
                 passed.append(job)
         self.decode_checked(passed, verify=verify)
 
-    def decode_checked(self, works: Sequence[Work], *, verify: str) -> None:
-        """`decode`, of what passed the checks of `JobChecks`."""
+    def decode_checked(self, works: Sequence[Work], *, verify: str, columns: Columns | None = None) -> None:
+        """`decode`, of what passed the checks of `JobChecks`, which may have returned all blocks as columns."""
         served = _served([work.chain for work in works], self.coders.decodes)
         others = sorted({*range(len(works))} - {*served})
         for at in others:
             self._fall_back.of_chain(works[at].chain, DECODE)
         self._copying.decode_checked([works[at] for at in others], verify=verify)
-        self._decode_served([works[at] for at in served], verify)
+        self._decode_served([works[at] for at in served], verify, None if others else columns)
 
-    def _decode_served(self, works: Sequence[Work], verify: str) -> None:
+    def _decode_served(self, works: Sequence[Work], verify: str, columns: Columns | None) -> None:
         for work in works:
             try:
                 self.coders.check_decodable(work.chain.coder)
@@ -210,7 +210,7 @@ class CudaEngine:
                 raise
         if not works:
             return
-        columns = Columns.of(works)
+        columns = columns or Columns.of(works)
         total = columns.nbytes.size
         costs = self._costs(lambda: self._decoder.costs_nbytes(columns), total)
         position, most = 0, total

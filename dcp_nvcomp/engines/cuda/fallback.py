@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dcp_nvcomp.codecs.base import U8, CodecChain, EncodedBlock
 from dcp_nvcomp.engines.cpu import CpuEngine
-from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob, Work, singles_of
+from dcp_nvcomp.engines.cuda.decode_jobs import Columns, DecodeJob, Work, singles_of
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
@@ -107,7 +107,7 @@ class CopyingEngine:
             host = to_host(job.tensors)
         return self._cpu.encode(host, job.chain, out)
 
-    def decode_checked(self, works: Sequence[Work], *, verify: str) -> None:
+    def decode_checked(self, works: Sequence[Work], *, verify: str, columns: Columns | None = None) -> None:
         for job in singles_of(works):
             self.place(self.decoded(job, verify=verify), job)
 
