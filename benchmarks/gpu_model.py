@@ -3,8 +3,9 @@
     python -m benchmarks.gpu_model
 
 The kernels' and the bus's rates are those of the profile in results/gpu-timeline.json, and Python's share is what
-benchmarks.gpu_host has measured on another machine. Threads, engines, the interpreter's lock, the multiprocessors and
-each direction of the bus are queues, first come, first served. A model, not a measurement of a GPU.
+benchmarks.gpu_host has measured on another machine, with 4 us for each kernel and copy of the profile. Threads, engines,
+the interpreter's lock, the multiprocessors and each direction of the bus are queues, first come, first served. A model,
+not a measurement of a GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _UNTIL_SIZES: Final = ("inspect_blocks", "split_blocks", "measure_slices")
 _GATHER: Final = ("copy_pieces", "write_slices")
 _CRC_RATE: Final = 9e9  # bytes a second of one core of that machine
 _CRC_THREADS: Final = 4
+_START_SECONDS: Final = 4e-6  # what the driver takes to launch a kernel or to start a copy; assumed
 _TERMS: Final = {
     "nothing: as it is": (),
     "Python": ("host",),
@@ -70,6 +72,8 @@ class Rates:
         bus = sum(seconds.pop(name) for name in list(seconds) if "Pinned" in name)
         until_sizes, gather = (sum(seconds.pop(name, 0.0) for name in names) for names in (_UNTIL_SIZES, _GATHER))
         host = json.loads((results / "gpu-host.json").read_text())["milliseconds"][action] / 1e3
+        started = sum(kernel["count"] for kernel in kernels.values())
+        host += started / kernels["decode_slices"]["count"] * _START_SECONDS
         if action == "decode":
             # since that profile the GPU compares the CRCs of what is stored too, with the kernel of the other ones
             return Rates(host, until_sizes * (1 + 1 / _RATIO), gather, sum(seconds.values()), bus, 0)
