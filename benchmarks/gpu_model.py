@@ -3,9 +3,9 @@
     python -m benchmarks.gpu_model
 
 The kernels' and the bus's rates are those of the profile in results/gpu-timeline.json, and Python's share is what
-benchmarks.gpu_host has measured on another machine, with 4 us for each kernel and copy of the profile. Threads, engines,
-the interpreter's lock, the multiprocessors and each direction of the bus are queues, first come, first served. A model,
-not a measurement of a GPU.
+benchmarks.gpu_host has measured on another machine, with 4 us for each kernel and copy of the profile. Threads,
+engines, the interpreter's lock, the multiprocessors and each direction of the bus are queues, first come, first served.
+A model, not a measurement of a GPU.
 """
 
 from __future__ import annotations

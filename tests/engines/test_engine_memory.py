@@ -206,6 +206,31 @@ def test_what_is_not_there_is_asked_for_once_in_each_save(
         assert 3 <= sum(device.refused for device in devices) <= 3 * number * len(devices)
 
 
+def test_what_is_held_stays_where_the_device_has_no_more() -> None:
+    """To give it back, and to ask in vain, makes torch give back all that it keeps for training."""
+    free_nbytes, asked, returned = [3 * MIB], list[int](), list[int]()
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        if nbytes > free_nbytes[-1]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    memory = Arena(allocate, lambda: returned.append(1), lambda: free_nbytes[-1])
+    memory.set_limit(4 * MIB)
+    assert memory.capacity_nbytes == 2 * MIB and asked == [4 * MIB, 2 * MIB]
+    free_nbytes.append(MIB)  # the driver's, beside what is held
+    for _ in range(3):
+        memory.retry()
+        memory.set_limit(4 * MIB)
+        assert memory.capacity_nbytes == 2 * MIB
+    assert not returned and len(asked) == 2
+    free_nbytes.append(2 * MIB)
+    memory.set_limit(4 * MIB)
+    free_nbytes.append(4 * MIB)  # what was held is free too
+    assert memory.capacity_nbytes == 4 * MIB and len(returned) == 1
+
+
 def test_a_gpu_without_memory_is_given_up_until_the_next_save(
     tmp_path: Path, install: Callable[..., StandInPool]
 ) -> None:

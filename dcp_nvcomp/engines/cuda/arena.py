@@ -107,9 +107,15 @@ class Arena:
     give back all that it keeps for others, and would be made for every batch.
     """
 
-    def __init__(self, allocate: Callable[[int], Tensor], return_memory: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        allocate: Callable[[int], Tensor],
+        return_memory: Callable[[], None] = lambda: None,
+        free_nbytes: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self._allocate = allocate
         self._return_memory = return_memory
+        self._free_nbytes = free_nbytes  # what its driver has left; None if that is not known
         self._region: _Region | None = None
         self._limit_nbytes = _LEAST_NBYTES
         self._refused_nbytes = sys.maxsize
@@ -159,9 +165,16 @@ class Arena:
     def set_limit(self, nbytes: int) -> None:
         """Hold at most so much from now on; what differs now is given back, and reserved again when it is needed."""
         self._limit_nbytes = max(nbytes, _LEAST_NBYTES)
-        if self._reserved_nbytes < self._limit_nbytes < self._refused_nbytes:
+        if self._reserved_nbytes < self._limit_nbytes < self._refused_nbytes and self._has_more():
             self.release()
         self.shrink(self._limit_nbytes)
+
+    def _has_more(self) -> bool:
+        """Return False if there is no use in giving back what is held, for more of it."""
+        if self._region is None:
+            return True
+        free_nbytes = self._free_nbytes()
+        return free_nbytes is None or free_nbytes >= self._limit_nbytes - self._reserved_nbytes
 
     def shrink(self, nbytes: int) -> None:
         """Give memory back if it is more than this."""

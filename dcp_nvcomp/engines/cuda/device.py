@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -192,7 +192,9 @@ class CudaDevice:
         self._copy_stream = _of_torch(copy_stream, self.torch_device)
         # no method of this object, which would then live until the garbage collector runs, and its memory with it
         self.arena = Arena(
-            partial(_reserve, self.torch_device, self._stream), partial(_return_memory, self.torch_device)
+            partial(_reserve, self.torch_device, self._stream),
+            partial(_return_memory, self.torch_device),
+            partial(_free_nbytes, self.torch_device),
         )
         self.nvcomp_memory.attach(self.stream_handle, self.arena)
         names = ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")
@@ -256,6 +258,12 @@ def _reserve(device: torch.device, stream: torch.cuda.Stream, nbytes: int) -> Te
 def _return_memory(device: torch.device) -> None:
     with torch.cuda.device(device):  # on another one torch would make a context
         torch.cuda.empty_cache()
+
+
+def _free_nbytes(device: torch.device) -> int | None:
+    with suppress(RuntimeError):  # a GPU that is broken is found out where it is used
+        return int(torch.cuda.mem_get_info(device)[0])
+    return None
 
 
 def _multiply(a: int, b: U32) -> U32:
