@@ -157,7 +157,6 @@ class EngineWork:
         runs = (_run(tensor, self._out[name], self._chain_for(tensor)) for name, tensor in state.items())
         self._batches = list(_batches(runs, batch_nbytes))
         self._encoded: list[Sequence[EncodedBlock]] = []
-        self._checks = JobChecks()
 
     def _chain_for(self, tensor: torch.Tensor) -> CodecChain:
         element = element_type(tensor.dtype)
@@ -181,9 +180,9 @@ class EngineWork:
         return position
 
     def encode_overlapped(self) -> None:
-        """Encode everything as a save does, each batch to a place of its own.
+        """Encode everything, each batch to a place of its own, by as many threads as a save has.
 
-        There is one thread more than engines: it compares what has arrived while the engines work for the others.
+        That is one more than engines: it compares what has arrived while the engines work for the others.
         """
         memory, position = self._arena.numpy().data, 0
         waiting: SimpleQueue[tuple[_Batch, memoryview] | None] = SimpleQueue()
@@ -212,13 +211,13 @@ class EngineWork:
                 done.result()
 
     def decode(self, *, metered: bool = False) -> None:
-        """Decode what was encoded last."""
-        engine = self._metered if metered else self._engine
+        """Decode what was encoded last, on one thread. Rows are looked at first, and laid out as if they were new."""
+        engine, checks = self._metered if metered else self._engine, JobChecks()
         for batch, encoded in zip(self._batches, self._encoded, strict=True):
             works = [*batch.works(encoded)]
             runs = [work for work in works if isinstance(work, DecodeRun)]
-            columns = self._checks.columns_of(runs) if len(runs) == len(works) else None
-            if columns is not None:  # as a load does
+            columns = checks.columns_of(runs) if len(runs) == len(works) else None
+            if columns is not None:
                 engine.decode_checked(works, verify="stored", columns=columns)
             else:
                 engine.decode(works, verify="stored")

@@ -3,9 +3,8 @@
     python -m benchmarks.gpu_host [--json FILE] [--profile]
 
 Addresses, tables and batches are those of a real engine with our own kernels; what is left is the time of Python. What
-the driver takes to launch kernels and to start copies is not in it, nor what a save does to cut tensors into blocks and
-a load to plan reads. It is processor time of the thread, so that a busy machine does not count. A model, not a
-measurement of a GPU.
+the driver takes to launch kernels and to start copies is not in it, nor what a load does to plan reads. It is processor
+time of the thread, so that a busy machine does not count. A model, not a measurement of a GPU.
 """
 
 from __future__ import annotations

@@ -280,8 +280,10 @@ class LoadJob:
                     fetching += time.perf_counter() - start
                     with self._decode_slots:
                         start = time.perf_counter()
-                        decoder.decode(fetched)
-                        self._wait_for_copies()
+                        try:
+                            decoder.decode(fetched)
+                        finally:
+                            self._wait_for_copies()
                         spent = time.perf_counter() - start
                     decoding += spent
                     self._source.decoded(read, spent)

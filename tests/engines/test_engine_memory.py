@@ -206,29 +206,50 @@ def test_what_is_not_there_is_asked_for_once_in_each_save(
         assert 3 <= sum(device.refused for device in devices) <= 3 * number * len(devices)
 
 
-def test_what_is_held_stays_where_the_device_has_no_more() -> None:
-    """To give it back, and to ask in vain, makes torch give back all that it keeps for training."""
-    free_nbytes, asked, returned = [3 * MIB], list[int](), list[int]()
+class _ShortMemory:
+    """Memory of which a driver has little: what was asked for, how often it was given back, and an arena of it."""
 
-    def allocate(nbytes: int) -> torch.Tensor:
-        asked.append(nbytes)
-        if nbytes > free_nbytes[-1]:
+    def __init__(self, free_nbytes: int) -> None:
+        self.free_nbytes = free_nbytes
+        self.asked, self.returned = list[int](), 0
+        self.arena = Arena(self._allocate, self._return, lambda: self.free_nbytes)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        self.asked.append(nbytes)
+        if nbytes > self.free_nbytes:
             raise torch.OutOfMemoryError("CUDA out of memory")
+        self.free_nbytes -= nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    memory = Arena(allocate, lambda: returned.append(1), lambda: free_nbytes[-1])
-    memory.set_limit(4 * MIB)
-    assert memory.capacity_nbytes == 2 * MIB and asked == [4 * MIB, 2 * MIB]
-    free_nbytes.append(MIB)  # the driver's, beside what is held
+    def _return(self) -> None:
+        self.returned += 1
+        self.free_nbytes += self.asked[-1]
+
+
+def test_what_is_held_stays_where_the_device_has_no_more() -> None:
+    """To give it back, and to ask in vain, makes torch give back all that it keeps for training."""
+    memory = _ShortMemory(3 * MIB)
+    arena = memory.arena
     for _ in range(3):
-        memory.retry()
-        memory.set_limit(4 * MIB)
-        assert memory.capacity_nbytes == 2 * MIB
-    assert not returned and len(asked) == 2
-    free_nbytes.append(2 * MIB)
-    memory.set_limit(4 * MIB)
-    free_nbytes.append(4 * MIB)  # what was held is free too
-    assert memory.capacity_nbytes == 4 * MIB and len(returned) == 1
+        arena.retry()
+        arena.set_limit(4 * MIB)
+        assert arena.capacity_nbytes == 2 * MIB
+    assert not memory.returned and memory.asked == [4 * MIB, 2 * MIB]
+    memory.free_nbytes += MIB
+    arena.set_limit(4 * MIB)
+    assert arena.capacity_nbytes == 2 * MIB, "only the next save asks again"
+    arena.retry()
+    arena.set_limit(4 * MIB)
+    assert arena.capacity_nbytes == 4 * MIB and memory.returned == 1
+
+
+def test_an_engine_that_never_went_short_grows_whatever_the_driver_has() -> None:
+    """Torch may have it in its cache, and the self-test leaves an engine with little."""
+    memory = _ShortMemory(2 * MIB)
+    memory.arena.set_limit(MIB)
+    memory.arena.reserve()
+    memory.arena.set_limit(2 * MIB)
+    assert memory.arena.capacity_nbytes == 2 * MIB
 
 
 def test_a_gpu_without_memory_is_given_up_until_the_next_save(

@@ -105,26 +105,6 @@ def test_a_launch_that_fails_later(launch: Launch, caplog: pytest.LogCaptureFixt
     assert len(calls) == 2 and "an illegal address" in caplog.text
 
 
-def test_a_gpu_without_memory_is_asked_again(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    has_memory: list[bool] = []
-
-    def short_of_memory(name: str, blocks: int, arguments: tuple[int, ...]) -> None:
-        if not has_memory:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        launch(name, blocks, arguments)
-
-    hashes, data = _hashes(lambda device: short_of_memory), _bytes(1000)
-    with caplog.at_level(logging.WARNING):
-        assert hashes.hash_of(data) is None  # the first is the trial of the kernel
-        has_memory.append(True)
-        assert hashes.hash_of(data) == _expected(data)
-        has_memory.clear()
-        assert hashes.hash_of(data) is None
-        has_memory.append(True)
-        assert hashes.hash_of(data) == _expected(data)
-    assert not caplog.records
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(REASON is not None, reason=f"needs an NVIDIA GPU: {REASON}")
 def test_on_a_gpu() -> None:

@@ -163,6 +163,20 @@ def test_runs_are_decoded(budget: int) -> None:
     assert_decoded(jobs, works)
 
 
+@pytest.mark.parametrize("how", ["together", "in parts", "some by the CPU"])
+def test_runs_are_decoded_as_the_checks_have_laid_them_out(how: str) -> None:
+    jobs = jobs_of(CHAINS, (5, 9, 3))
+    runs = runs_of(jobs)
+    columns = JobChecks().columns_of(runs)
+    assert columns is not None and columns.layout is not None and _pass(*runs)
+    engine = engine_on(StandInDevice(ReferenceKernels()), 60_000 if how == "in parts" else BUDGET)
+    if how == "some by the CPU":
+        engine.health.refuse("deflate", RuntimeError("on purpose"))
+    with pytest.warns(RuntimeWarning, match="on purpose") if how == "some by the CPU" else nullcontext():
+        engine.decode_checked(runs, verify="stored", columns=columns)
+    assert_decoded(jobs, runs)
+
+
 def test_runs_that_the_gpu_does_not_decode() -> None:
     jobs = jobs_of(CHAINS, (5, 9, 3))
     device = StandInDevice(ReferenceKernels())

@@ -115,10 +115,11 @@ class Arena:
     ) -> None:
         self._allocate = allocate
         self._return_memory = return_memory
-        self._free_nbytes = free_nbytes  # what its driver has left; None if that is not known
+        self._free_nbytes = free_nbytes  # what the device has left; None if that is not known
         self._region: _Region | None = None
         self._limit_nbytes = _LEAST_NBYTES
         self._refused_nbytes = sys.maxsize
+        self._is_short = False  # True if what is held is less than was asked for
         self._lent_nbytes = 0
         self._keeper: Callable[[], Callable[[], None] | None] = lambda: None
 
@@ -171,10 +172,11 @@ class Arena:
 
     def _has_more(self) -> bool:
         """Return False if there is no use in giving back what is held, for more of it."""
-        if self._region is None:
+        free_nbytes = self._free_nbytes() if self._is_short else None
+        if free_nbytes is None or free_nbytes >= self._limit_nbytes - self._reserved_nbytes:
             return True
-        free_nbytes = self._free_nbytes()
-        return free_nbytes is None or free_nbytes >= self._limit_nbytes - self._reserved_nbytes
+        self._refused_nbytes = self._limit_nbytes
+        return False
 
     def shrink(self, nbytes: int) -> None:
         """Give memory back if it is more than this."""
@@ -231,7 +233,7 @@ class Arena:
         """Give all memory back that is not in use; what is in use follows when it no longer is."""
         if self._region is not None:
             self._forget()
-            self._region = None
+            self._region, self._is_short = None, False
             self._return_memory()
 
     def _reserve(self, nbytes: int) -> None:
@@ -244,7 +246,7 @@ class Arena:
             try:
                 self._region = _Region(self._allocate(nbytes))
             except (torch.OutOfMemoryError, MemoryError):
-                self._refused_nbytes = nbytes
+                self._refused_nbytes, self._is_short = nbytes, True
 
     def take(self, nbytes: int) -> Piece:
         """Return memory, its address a multiple of `ALIGNMENT_NBYTES`."""

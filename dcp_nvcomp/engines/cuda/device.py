@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -143,13 +143,17 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def free_memory_nbytes() -> int | None:
-    """Return how much of the current device's memory torch could allocate; None if CUDA was not used, or fails."""
+def free_memory_nbytes(device: torch.device | None = None) -> int | None:
+    """Return how much of a device's memory torch could allocate; None if CUDA was not used, or fails.
+
+    Args:
+        device: the device; the current one by default.
+    """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     try:
-        free_nbytes, _ = torch.cuda.mem_get_info()
-        return free_nbytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        free_nbytes, _ = torch.cuda.mem_get_info(device)
+        return free_nbytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     except RuntimeError:  # a GPU that is broken is found out where it is used, and costs no more than its own work
         return None
 
@@ -194,7 +198,7 @@ class CudaDevice:
         self.arena = Arena(
             partial(_reserve, self.torch_device, self._stream),
             partial(_return_memory, self.torch_device),
-            partial(_free_nbytes, self.torch_device),
+            partial(free_memory_nbytes, self.torch_device),
         )
         self.nvcomp_memory.attach(self.stream_handle, self.arena)
         names = ("inspect_blocks", "split_blocks", "merge_blocks", "copy_pieces")
@@ -258,12 +262,6 @@ def _reserve(device: torch.device, stream: torch.cuda.Stream, nbytes: int) -> Te
 def _return_memory(device: torch.device) -> None:
     with torch.cuda.device(device):  # on another one torch would make a context
         torch.cuda.empty_cache()
-
-
-def _free_nbytes(device: torch.device) -> int | None:
-    with suppress(RuntimeError):  # a GPU that is broken is found out where it is used
-        return int(torch.cuda.mem_get_info(device)[0])
-    return None
 
 
 def _multiply(a: int, b: U32) -> U32:

@@ -75,8 +75,6 @@ class DeviceHashes:
             return None
         try:
             return ContentHash.of_digests(digests_on_device(tensor, launch))
-        except torch.OutOfMemoryError:  # there may be memory for the next one
-            return None
         except Exception as error:
             self._give_up(tensor.device, f"{type(error).__name__}: {error}")
             return None
@@ -88,8 +86,6 @@ class DeviceHashes:
                 try:
                     launch = self._launch_on(device)
                     self._check(device, launch)
-                except torch.OutOfMemoryError:
-                    return self._launches.pop(device)
                 except Exception as error:
                     self._give_up(device, f"{type(error).__name__}: {error}")
                 else:
