@@ -291,7 +291,9 @@ class Model:
             try:
                 self.save(path)
             finally:
-                if self.possible[path] == [held] or len(self.possible[path]) > 1:  # it failed
+                # where it failed; and where a fault has kept it from removing this file, which `clean` would refuse
+                failed = self.possible[path] == [held] or len(self.possible[path]) > 1
+                if failed or name in self._alone(places.list_files, path):
                     self._alone(places.write_file, path, name, data)
         else:
             self._alone(places.write_file, path, name, data)
