@@ -16,7 +16,7 @@ from dcp_nvcomp.format.footer import Footer, parse_footer
 from dcp_nvcomp.format.framing import MAX_FOOTER_NBYTES, TRAILER_NBYTES, decode_footer, decode_trailer
 from dcp_nvcomp.format.names import shared_directories
 from dcp_nvcomp.storage.base import BESIDE, Filesystem
-from dcp_nvcomp.storage.reread import twice
+from dcp_nvcomp.storage.reread import retry_if_corrupt
 
 
 class DataFileRef(NamedTuple):
@@ -78,7 +78,9 @@ def read_footer(filesystem: Filesystem, file: DataFileRef) -> Footer:
         raise TruncatedFileError(f"The file has {actual} bytes; `.metadata` says {file_nbytes}.", path=path)
     if actual is not None and actual > file_nbytes:
         raise FileMismatchError(f"The file has {actual} bytes; `.metadata` says {file_nbytes}.", path=path)
-    footer, trailer_crc, trailer_nbytes = twice(lambda: _read_tail(filesystem, name, file_nbytes, footer_nbytes))
+    footer, trailer_crc, trailer_nbytes = retry_if_corrupt(
+        lambda: _read_tail(filesystem, name, file_nbytes, footer_nbytes)
+    )
     if (trailer_nbytes, trailer_crc) != (footer_nbytes, footer_crc):
         raise FileMismatchError(
             f"The file is whole, but not the one that `.metadata` names: it belongs to save {footer.save_id}. "

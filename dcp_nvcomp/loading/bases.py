@@ -23,7 +23,7 @@ from dcp_nvcomp.format.data_file import block_row
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.record import MAX_ENCODED_NBYTES, Record
 from dcp_nvcomp.loading.read_plan import GAP_NBYTES, BlockRead, Read, coalesce
-from dcp_nvcomp.storage.reread import twice
+from dcp_nvcomp.storage.reread import retry_if_corrupt
 
 _LEAST_TOGETHER_NBYTES = 1 << 20
 
@@ -83,7 +83,7 @@ class StoredBases:
         with located(record.fqn, base.start, base.stop, self._footer.path):
             if base.stop - base.start > MAX_ENCODED_NBYTES:
                 raise FormatError("The footer gives a block more bytes than any block can have.")
-            twice(
+            retry_if_corrupt(
                 lambda: decode(self._stored(base)),
                 lambda: decode(memoryview(self._read(base.start, base.stop))),
             )

@@ -34,7 +34,7 @@ from dcp_nvcomp.format.data_file import block_row, encoded_run
 from dcp_nvcomp.format.framing import check_header
 from dcp_nvcomp.loading.bases import LoadedBase, LoadedBases, located
 from dcp_nvcomp.loading.read_plan import BlockRead, Read
-from dcp_nvcomp.storage.reread import twice
+from dcp_nvcomp.storage.reread import retry_if_corrupt
 
 U8 = npt.NDArray[np.uint8]
 
@@ -122,7 +122,7 @@ class Decoder:
     def _check_header(self, fetched: Fetched) -> None:
         read = fetched.read
         path, data_offset = read.footer.path, int(read.footer.block_offsets[0])
-        twice(
+        retry_if_corrupt(
             lambda: check_header(fetched.data[:data_offset], path=path),
             lambda: check_header(self._source.read(read.name, 0, data_offset), path=path),
         )
@@ -152,7 +152,9 @@ class Decoder:
 
     def _decode_on_cpu(self, block: BlockRead, data: memoryview, read: Read, base: LoadedBase | None = None) -> None:
         with located_block(block, read):
-            twice(partial(self._decode_block, block, data, read, base), partial(self._decode_again, block, read, base))
+            retry_if_corrupt(
+                partial(self._decode_block, block, data, read, base), partial(self._decode_again, block, read, base)
+            )
 
     def _decode_block(self, block: BlockRead, data: memoryview, read: Read, base: LoadedBase | None) -> None:
         chain, nbytes = block.record.chain, int(read.footer.block_nbytes[block.number])
@@ -274,7 +276,7 @@ class Decoder:
         """Return the engine's job for a block, after checking the stored bytes."""
         job, read = self._gpu_job(block, fetched, device), fetched.read
         with located_block(block, read):
-            return twice(partial(self._check, job), lambda: self._check(self._read_again(job, read)))
+            return retry_if_corrupt(partial(self._check, job), lambda: self._check(self._read_again(job, read)))
 
     def _check(self, job: DecodeJob) -> DecodeJob:
         self._checks.check(job)

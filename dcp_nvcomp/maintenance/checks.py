@@ -31,7 +31,7 @@ from dcp_nvcomp.loading.read_plan import coalesce
 from dcp_nvcomp.maintenance.inspection import LAYOUT_STOCK
 from dcp_nvcomp.maintenance.opening import as_json, document
 from dcp_nvcomp.storage.base import Filesystem
-from dcp_nvcomp.storage.reread import twice
+from dcp_nvcomp.storage.reread import retry_if_corrupt
 
 ERROR = "error"
 WARNING = "warning"
@@ -149,7 +149,7 @@ class CheckedFile:
 def open_file(filesystem: Filesystem, file: DataFileRef) -> CheckedFile:
     """Check a data file's size, footer and header."""
     footer = read_footer(filesystem, file)
-    twice(lambda: _check_header(filesystem, file.name, footer))
+    retry_if_corrupt(lambda: _check_header(filesystem, file.name, footer))
     members: dict[int, list[Record]] = {}
     for record in footer.records:
         if record.pack is not None:
@@ -222,7 +222,9 @@ class BlockChecker:
             alone = partial(self._is_good_alone, span.file, number, bases)
             part = data[start - span.start : stop - span.start]
             try:
-                undecoded += not twice(partial(self._is_good, part, span.file, number, bases) if data else alone, alone)
+                undecoded += not retry_if_corrupt(
+                    partial(self._is_good, part, span.file, number, bases) if data else alone, alone
+                )
             except CheckpointError as error:
                 error.byte_range = error.byte_range or (start, stop)
                 findings.append(finding_of(error, span.file.name, span.file.fqns_of(number)))

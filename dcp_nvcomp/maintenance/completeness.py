@@ -25,7 +25,7 @@ from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, end_of_pickle, has_trailer, summary_at_end
 from dcp_nvcomp.format.names import DATA_FILE_SUFFIX, METADATA_NAME, marking_directory
-from dcp_nvcomp.storage.base import BESIDE, Below, FileInfo, Filesystem
+from dcp_nvcomp.storage.base import BESIDE, FileInfo, Filesystem, RecursiveListing
 
 if TYPE_CHECKING:
     from dcp_nvcomp.format.metadata.roots import Root
@@ -174,7 +174,7 @@ def identity_of(files: Iterable[FileInfo]) -> str | None:
     return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
 
-def read_seen(filesystem: Filesystem, below: Below) -> Seen[T]:
+def read_seen(filesystem: Filesystem, below: RecursiveListing) -> Seen[T]:
     """Return what is known of the checkpoints below a directory; nothing where it can't be read."""
     found: dict[str, str] = {}
     for file in below.files:

@@ -33,7 +33,7 @@ from dcp_nvcomp.format.names import (
 )
 from dcp_nvcomp.maintenance.completeness import Seen, identity_of, look_into, read_seen
 from dcp_nvcomp.maintenance.opening import document, natural_order, nothing_below, opened
-from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem
+from dcp_nvcomp.storage.base import FileInfo, Filesystem, RecursiveListing
 
 COMPLETE: Final = "complete"
 INCOMPLETE: Final = "incomplete"
@@ -162,7 +162,11 @@ def list_run(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any]
 
 
 def steps_below(
-    filesystem: Filesystem, below: Below, *, seen: Seen[Step], step_of: Callable[[str], int | None] | None = None
+    filesystem: Filesystem,
+    below: RecursiveListing,
+    *,
+    seen: Seen[Step],
+    step_of: Callable[[str], int | None] | None = None,
 ) -> list[Step]:
     """Return the checkpoints among what is below a directory, in natural order of their names."""
     folders: dict[str, list[FileInfo]] = {}

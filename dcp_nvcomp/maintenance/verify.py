@@ -63,7 +63,7 @@ from dcp_nvcomp.maintenance.opening import opened
 from dcp_nvcomp.options import check_thread_count
 from dcp_nvcomp.storage.base import BESIDE, Filesystem
 from dcp_nvcomp.storage.open import real_place
-from dcp_nvcomp.storage.reread import is_stored, twice
+from dcp_nvcomp.storage.reread import is_stored, retry_if_corrupt
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -312,10 +312,10 @@ def _check_stock_item(filesystem: Filesystem, full: bool, stored: tuple[StockIte
     try:
         sizes = None if expected.shard is None else expected.shard.sizes
         if full and sizes is not None:
-            twice(lambda: read_stock_tensor(filesystem, item, sizes=sizes))
+            retry_if_corrupt(lambda: read_stock_tensor(filesystem, item, sizes=sizes))
         else:
             limit_nbytes = STOCK_OBJECT_NBYTES if sizes is None else most_nbytes(sizes)
-            twice(lambda: read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes))
+            retry_if_corrupt(lambda: read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes))
     except UnsafeObjectError as error:
         # a subclass of tensors, which is none of ours to import; its bytes have been checked
         findings.append(Finding(WARNING, f"Its shape was not checked: {error.message}", None, (expected.fqn,)))

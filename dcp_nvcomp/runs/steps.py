@@ -27,7 +27,7 @@ from dcp_nvcomp.maintenance.completeness import Seen, read_seen
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, MISNAMED, Step, steps_below
 from dcp_nvcomp.runs.own_files import Abandoned
 from dcp_nvcomp.runs.retention import SavedStep
-from dcp_nvcomp.storage.base import Below, Filesystem, published_name
+from dcp_nvcomp.storage.base import Filesystem, RecursiveListing, published_name
 
 _FIELD = "{step}"
 _MOST_REFERENCES: Final = 2
@@ -81,7 +81,7 @@ def list_steps(
     marks = (file.name.rpartition("/") for file in below.files)
     removing = {step for folder, _, name in marks if name == REMOVING and (step := names.step_of(folder)) is not None}
     ours = [file for file in below.files if names.step_of(file.name.partition("/")[0]) is not None]
-    found = steps_below(filesystem, Below(ours, below.uploads, {}), seen=seen, step_of=names.step_of)
+    found = steps_below(filesystem, RecursiveListing(ours, below.uploads, {}), seen=seen, step_of=names.step_of)
     seen.keep([one.name for one in found])
     complete, damaged = (
         tuple(saved for saved in _saved_steps(found, names, state) if saved.step not in removing)

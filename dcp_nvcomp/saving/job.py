@@ -8,8 +8,8 @@ A lane is a list of files that are written one after the other; lanes are writte
 deadlock: no task waits for memory once it is handed out, and the oldest of those handed out is always the next one that
 its lane writes. The first error stops everything.
 
-In the background process encoding gives way to training (`Patience`): patient threads have the lowest priority. Without
-privileges no thread may raise its priority again, so as many ordinary ones wait for when the save has to hurry.
+In the background process encoding gives way to training (`BackgroundThrottle`): its threads have the lowest priority.
+Without privileges no thread may raise its priority again, so as many ordinary ones wait for when the save has to hurry.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class SaveJob:
         memory: JobMemory,
         progress: Callable[[int], None],
         on_staged: Callable[[], None] | None,
-        patience: Patience | None,
+        throttle: BackgroundThrottle | None,
     ) -> None:
         self._filesystem, self._options, self._identity = filesystem, options, identity
         self._lanes = [_Lane(number, files) for number, files in enumerate(lanes)]
@@ -94,7 +94,7 @@ class SaveJob:
         self._hashes, self._derived = hashes, derived
         check = options.check_encodes == "all"
         self._policy = engine.policy(options.device_memory_budget, check_encodes=check)
-        self._memory, self._progress, self._patience = memory, progress, patience
+        self._memory, self._progress, self._throttle = memory, progress, throttle
         self._host_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._cuda_threads = 0
@@ -129,11 +129,11 @@ class SaveJob:
         for lane in self._lanes:
             self._workers.start("dcp-write", self._write_lane, lane)
         for _ in range(self._options.thread_count):
-            if self._patience is None:
+            if self._throttle is None:
                 self._workers.start("dcp-encode", self._encode, self._host_tasks)
             else:
-                self._workers.start("dcp-encode", self._encode_patiently, self._patience)
-                self._workers.start("dcp-hurry", self._encode_in_a_hurry, self._patience)
+                self._workers.start("dcp-encode", self._encode_throttled, self._throttle)
+                self._workers.start("dcp-hurry", self._encode_unthrottled, self._throttle)
         self._feed()
 
     def _feed(self) -> None:
@@ -212,8 +212,8 @@ class SaveJob:
                     encoded = encode_parts(task.parts, task.take, bench)
                     assert task.room is not None
                     task.blocks = task.room.keep(*encoded)
-                    if self._patience is not None:
-                        self._patience.encoded(uncompressed_nbytes(task.blocks))
+                    if self._throttle is not None:
+                        self._throttle.encoded(uncompressed_nbytes(task.blocks))
                     again += recoded(task.blocks)
             except BaseException as error:
                 self._workers.fail(error)
@@ -229,12 +229,12 @@ class SaveJob:
         with self._lock:
             self.totals.recoded_blocks += again
 
-    def _encode_patiently(self, patience: Patience) -> None:
-        patience.give_way()
+    def _encode_throttled(self, throttle: BackgroundThrottle) -> None:
+        throttle.give_way()
         self._encode(self._host_tasks)
 
-    def _encode_in_a_hurry(self, patience: Patience) -> None:
-        while not patience.wait(_LOOKS_SECONDS):
+    def _encode_unthrottled(self, throttle: BackgroundThrottle) -> None:
+        while not throttle.wait(_LOOKS_SECONDS):
             if not self._unstaged or self._workers.error is not None:
                 return
         self._encode(self._host_tasks)
@@ -285,7 +285,7 @@ class SaveJob:
         return output
 
 
-class Patience:
+class BackgroundThrottle:
     """Whether one save may still give way."""
 
     def __init__(self, within_seconds: float | None = None) -> None:

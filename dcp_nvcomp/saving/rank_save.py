@@ -21,7 +21,7 @@ from dcp_nvcomp.saving.data_files import PlannedFile, WrittenFile, plan_files, p
 from dcp_nvcomp.saving.derived import pairs, together
 from dcp_nvcomp.saving.encode.remembered import RememberedChoices
 from dcp_nvcomp.saving.encode.tasks import BufferMemory, JobMemory
-from dcp_nvcomp.saving.job import Patience, SaveJob
+from dcp_nvcomp.saving.job import BackgroundThrottle, SaveJob
 from dcp_nvcomp.saving.plans.global_plan import PlacedItems, PlannedMetadata
 from dcp_nvcomp.saving.save_options import SaveOptions
 from dcp_nvcomp.saving.stats import RankTotals
@@ -80,7 +80,7 @@ class RankSave:
         memory: JobMemory | None = None,
         progress: Callable[[int], None] = lambda nbytes: None,
         on_staged: Callable[[], None] | None = None,
-        patience: Patience | None = None,
+        throttle: BackgroundThrottle | None = None,
     ) -> Written:
         options = self.options
         with contextlib.ExitStack() as stack:
@@ -91,7 +91,7 @@ class RankSave:
             if memory is None:
                 memory = BufferMemory(
                     options.host_memory_budget,
-                    threads=options.thread_count * (1 if patience is None else 2) + len(lanes),
+                    threads=options.thread_count * (1 if throttle is None else 2) + len(lanes),
                     state_nbytes=self.nbytes,
                     may_use_cuda=engine.may_use_cuda(),
                 )
@@ -108,7 +108,7 @@ class RankSave:
                 memory=memory,
                 progress=progress,
                 on_staged=on_staged,
-                patience=patience,
+                throttle=throttle,
             )
             return job.run(), job.totals
 

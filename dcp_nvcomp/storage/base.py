@@ -51,7 +51,7 @@ class UnfinishedUpload:
     begun_seconds: float  # when it was begun, in seconds since 1970 by the storage's clock
 
 
-class Below(NamedTuple):
+class RecursiveListing(NamedTuple):
     """What is below a directory, at any depth."""
 
     files: list[FileInfo]  # all files, each by its relative path
@@ -165,7 +165,7 @@ class Filesystem(ABC):
         return []
 
     @abstractmethod
-    def list_below(self) -> Below:
+    def list_below(self) -> RecursiveListing:
         """Return what is at any depth below the directory; nothing if there is no directory."""
 
     def list_names(self) -> list[str]:

@@ -17,9 +17,9 @@ from fsspec.asyn import AsyncFileSystem
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import (
-    Below,
     FileInfo,
     OutputStream,
+    RecursiveListing,
     already_published,
     check_name,
     clock_name,
@@ -299,10 +299,10 @@ class FsspecFilesystem(RemoteFilesystem):
     def _name(self, item: Mapping[str, Any]) -> str:
         return str(item["name"]).removeprefix(f"{self._root}/")
 
-    def list_below(self) -> Below:
+    def list_below(self) -> RecursiveListing:
         with self._errors("list", self.path):
             found = self._found(lambda: self._fs.find(self._root, detail=True)) or {}
-        return Below([self._info({**info, "name": path}) for path, info in found.items()], [], {})
+        return RecursiveListing([self._info({**info, "name": path}) for path, info in found.items()], [], {})
 
     def now_seconds(self) -> float:
         with self._errors("ask for the time", self.path):

@@ -5,7 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem, OutputStream, already_published, too_large, too_short
+from dcp_nvcomp.storage.base import (
+    FileInfo,
+    Filesystem,
+    OutputStream,
+    RecursiveListing,
+    already_published,
+    too_large,
+    too_short,
+)
 
 
 class MemoryFilesystem(Filesystem):
@@ -58,8 +66,8 @@ class MemoryFilesystem(Filesystem):
     def list_files(self) -> list[FileInfo]:
         return [FileInfo(name, len(data), None) for name, data in sorted(self._files.items())]
 
-    def list_below(self) -> Below:
-        return Below(self.list_files(), [], {})
+    def list_below(self) -> RecursiveListing:
+        return RecursiveListing(self.list_files(), [], {})
 
     def now_seconds(self) -> float:
         return time.time()

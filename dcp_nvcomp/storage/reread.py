@@ -17,7 +17,7 @@ T = TypeVar("T")
 _SIGNS_OF_CORRUPTION: Final = (CorruptDataError, FormatError, MetadataError, UnsafeObjectError, UnsafePathError)
 
 
-def twice(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
+def retry_if_corrupt(work: Callable[[], T], again: Callable[[], T] | None = None) -> T:
     """Read and check something, and once more if it turns out to be corrupt."""
     try:
         return work()

@@ -15,7 +15,7 @@ from dcp_nvcomp.errors import (
     UnsafeObjectError,
     UnsafePathError,
 )
-from dcp_nvcomp.storage.reread import is_stored, reread, twice
+from dcp_nvcomp.storage.reread import is_stored, reread, retry_if_corrupt
 
 
 def failing(*outcomes: CheckpointError | int) -> Callable[[], int]:
@@ -47,10 +47,10 @@ DAMAGE = (CorruptDataError, FormatError, MetadataError, UnsafeObjectError, Unsaf
 )
 def test_damage_is_read_once_more(reads: list[Callable[[], int]], expected: int | CheckpointError) -> None:
     if isinstance(expected, int):
-        assert twice(*reads) == expected
+        assert retry_if_corrupt(*reads) == expected
     else:
         with pytest.raises(type(expected), match=str(expected)):
-            twice(*reads)
+            retry_if_corrupt(*reads)
 
 
 def reads(*results: bytes) -> Callable[[], bytes]:

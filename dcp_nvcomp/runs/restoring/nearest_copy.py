@@ -24,7 +24,7 @@ from dcp_nvcomp.runs.events import Source
 from dcp_nvcomp.runs.restoring.candidates import DURABLE, Candidate
 from dcp_nvcomp.runs.tiers.fast import FastTier, Room
 from dcp_nvcomp.runs.tiers.nodes import Moved, Nodes, Transfer, move_files
-from dcp_nvcomp.storage.base import Below, FileInfo, Filesystem, OutputStream
+from dcp_nvcomp.storage.base import FileInfo, Filesystem, OutputStream, RecursiveListing
 from dcp_nvcomp.storage.in_memory import MemoryFilesystem
 
 logger = logging.getLogger(__name__)
@@ -201,7 +201,7 @@ class NearestFilesystem(Filesystem):
     def list_files(self) -> list[FileInfo]:
         return self._fast.list_files()
 
-    def list_below(self) -> Below:
+    def list_below(self) -> RecursiveListing:
         return self._fast.list_below()
 
     def now_seconds(self) -> float:

@@ -22,7 +22,7 @@ from dcp_nvcomp.runs.lease import Lease
 from dcp_nvcomp.runs.own_files import ID_NAME, is_pinned, pinned_steps, read_abandoned, run_id
 from dcp_nvcomp.runs.retention import Doomed, Keep, KeepRule, SavedStep, what_goes
 from dcp_nvcomp.runs.steps import RunSteps, StepNames, list_steps, remove_step
-from dcp_nvcomp.storage.base import Below, Filesystem
+from dcp_nvcomp.storage.base import Filesystem, RecursiveListing
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class DurableTier:
         name = self.names.name_of(step)
         with contextlib.closing(self.open(step)) as filesystem:
             files = filesystem.list_files()
-            found = steps_below(filesystem, Below(files, [], {}), seen=Seen(), step_of=lambda _: step)
+            found = steps_below(filesystem, RecursiveListing(files, [], {}), seen=Seen(), step_of=lambda _: step)
         is_complete = bool(found) and found[0].state == COMPLETE
         if self._seen is not None:
             self._seen.forget(name)

@@ -25,7 +25,7 @@ from dcp_nvcomp.errors import CheckpointError
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.saving.asynchronous.shared_memory import Place, SharedSegment, resolver
 from dcp_nvcomp.saving.encode.remembered import RememberedChoices
-from dcp_nvcomp.saving.job import Patience
+from dcp_nvcomp.saving.job import BackgroundThrottle
 from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.saving.stats import RankTotals
 from dcp_nvcomp.storage.processes import StorageSettings
@@ -110,7 +110,7 @@ class Child:
     def __init__(self, connection: Connection, descriptors: socket.socket) -> None:
         self._connection, self._descriptors = connection, descriptors
         self._sending = threading.Lock()
-        self._patience: dict[int, Patience] = {}
+        self._throttles: dict[int, BackgroundThrottle] = {}
         self._choices = RememberedChoices()
 
     def serve(self) -> None:
@@ -120,13 +120,13 @@ class Child:
 
     def _take(self, message: WriteTask | Hurry) -> None:
         if isinstance(message, Hurry):
-            patience = self._patience.get(message.number)
-            if patience is not None:
-                patience.hurry()
+            throttle = self._throttles.get(message.number)
+            if throttle is not None:
+                throttle.hurry()
             return
         _, (descriptor,), _, _ = socket.recv_fds(self._descriptors, 1, 1)
         segment = SharedSegment(message.segment_nbytes, descriptor)
-        self._patience[message.number] = Patience(message.within_seconds)
+        self._throttles[message.number] = BackgroundThrottle(message.within_seconds)
         threading.Thread(target=self._run, args=(message, segment), name="dcp-background", daemon=True).start()
 
     def _send(self, message: Ready | Answer) -> None:
@@ -149,19 +149,19 @@ class Child:
         except BaseException as error:
             self._send(Failed(task.number, _picklable(error)))
         finally:
-            del self._patience[task.number]
+            del self._throttles[task.number]
 
     def _written(self, task: WriteTask, part: RankSave, segment: SharedSegment) -> WrittenFiles:
         progress = _Progress(lambda nbytes: self._send(Progress(task.number, nbytes)))
-        patience = self._patience[task.number]
-        patience.begin(sum(place.nbytes for place in task.places))
+        throttle = self._throttles[task.number]
+        throttle.begin(sum(place.nbytes for place in task.places))
         files, totals = part.run(
             resolver(part.items, task.places, segment.view),
             engine=EngineChoice("cpu"),
             remembered=self._choices,
             progress=progress.add,
             on_staged=lambda: self._send(Encoded(task.number)),
-            patience=patience,
+            throttle=throttle,
         )
         progress.end()
         at = {id(item.index): position for position, item in enumerate(part.items)}

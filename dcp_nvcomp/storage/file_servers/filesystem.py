@@ -13,9 +13,9 @@ from dcp_nvcomp.errors import ConfigurationError, StorageError
 from dcp_nvcomp.redaction import Redactor
 from dcp_nvcomp.storage.base import (
     BESIDE,
-    Below,
     FileInfo,
     OutputStream,
+    RecursiveListing,
     check_name,
     clock_name,
     temporary_name,
@@ -116,7 +116,7 @@ class ServerFilesystem(RemoteFilesystem):
     def list_folders(self) -> list[str]:
         return sorted(entry.name for entry in self._list_folder("") if entry.kind == "directory")
 
-    def list_below(self) -> Below:
+    def list_below(self) -> RecursiveListing:
         files: list[FileInfo] = []
         failed: dict[str, StorageError] = {}
         folders = [""]
@@ -135,7 +135,7 @@ class ServerFilesystem(RemoteFilesystem):
                     folders.append(name)
                 else:
                     files.append(FileInfo(name, entry.nbytes, entry.modified_seconds))
-        return Below(files, [], failed)
+        return RecursiveListing(files, [], failed)
 
     def _list_folder(self, folder: str) -> list[Entry]:
         full = posixpath.join(self._root, folder) if folder else self._root

@@ -24,10 +24,10 @@ from dcp_nvcomp.errors import StorageError, UnsafePathError
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import (
     BESIDE,
-    Below,
     FileInfo,
     Filesystem,
     OutputStream,
+    RecursiveListing,
     already_published,
     check_name,
     storage_errors,
@@ -355,7 +355,7 @@ class PosixFilesystem(Filesystem):
     def list_folders(self) -> list[str]:
         return sorted(name for name, is_folder in self._listed(lambda item: (item.name, item.is_dir())) if is_folder)
 
-    def list_below(self) -> Below:
+    def list_below(self) -> RecursiveListing:
         failed: dict[str, StorageError] = {}
 
         def fail(error: OSError) -> None:
@@ -375,7 +375,7 @@ class PosixFilesystem(Filesystem):
                         status = os.lstat(full)
                         relative = os.path.relpath(full, self._root)
                         found.append(FileInfo(relative, status.st_size, status.st_mtime, status.st_ctime))
-        return Below(found, [], failed)
+        return RecursiveListing(found, [], failed)
 
     def now_seconds(self) -> float:
         # a network file system stamps files by the server's clock: so ask it for a stamp

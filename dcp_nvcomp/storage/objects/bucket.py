@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.attempts import Attempts
-from dcp_nvcomp.storage.base import Below, FileInfo, OutputStream, clock_name, too_short
+from dcp_nvcomp.storage.base import FileInfo, OutputStream, RecursiveListing, clock_name, too_short
 from dcp_nvcomp.storage.conditional import Target, publish
 from dcp_nvcomp.storage.remote import RemoteFilesystem
 
@@ -205,8 +205,8 @@ class ObjectFilesystem(RemoteFilesystem):
         _, folders = self._bucket.list(self.path, self._root, deep=False)
         return sorted(self._name(folder).rstrip("/") for folder in folders)
 
-    def list_below(self) -> Below:
-        return Below(self._files(deep=True), [], {})
+    def list_below(self) -> RecursiveListing:
+        return RecursiveListing(self._files(deep=True), [], {})
 
     def _files(self, *, deep: bool) -> list[FileInfo]:
         found, _ = self._bucket.list(self.path, self._root, deep=deep)

@@ -20,7 +20,7 @@ import fsspec
 from dcp_nvcomp.calls.suggestions import unknown_option
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.redaction import Redactor
-from dcp_nvcomp.storage.base import Below, UnfinishedUpload, already_published
+from dcp_nvcomp.storage.base import RecursiveListing, UnfinishedUpload, already_published
 from dcp_nvcomp.storage.conditional import AS_IT_IS, UNREADABLE, publish
 from dcp_nvcomp.storage.objects.bucket import (
     CONNECT_SECONDS,
@@ -327,7 +327,7 @@ class S3Filesystem(ObjectFilesystem):
             if upload["Key"].startswith(prefix) and (name := self._name(upload["Key"])) and "/" not in name
         ]
 
-    def list_below(self) -> Below:
+    def list_below(self) -> RecursiveListing:
         files = super().list_below().files
         uploads: list[str] = []
         try:
@@ -335,7 +335,7 @@ class S3Filesystem(ObjectFilesystem):
         except StorageError as error:
             if error.outcome_unknown or status_of(error) == 429:
                 raise  # no answer; else these credentials, or this server, can't list them
-        return Below(files, uploads, {})
+        return RecursiveListing(files, uploads, {})
 
     def _remove(self, name: str) -> None:
         self._bucket.remove(self._key(name), self.location(name))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dcp_nvcomp.saving import job as module
-from dcp_nvcomp.saving.job import Patience
+from dcp_nvcomp.saving.job import BackgroundThrottle
 
 
 class Clock:
@@ -28,7 +28,7 @@ def test_a_thread_that_gives_way_has_the_lowest_priority() -> None:
     found: list[int] = []
 
     def work() -> None:
-        Patience().give_way()
+        BackgroundThrottle().give_way()
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -44,18 +44,18 @@ def test_where_priorities_are_forbidden_it_hurries(monkeypatch: pytest.MonkeyPat
         raise PermissionError
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    patience = Patience()
-    patience.give_way()
-    assert patience.is_over
+    throttle = BackgroundThrottle()
+    throttle.give_way()
+    assert throttle.is_over
 
 
 def test_without_a_limit_it_never_hurries(clock: Clock) -> None:
-    patience = Patience()
-    patience.begin(100)
+    throttle = BackgroundThrottle()
+    throttle.begin(100)
     clock.seconds += 1e6
-    assert not patience.wait(0)
-    patience.hurry()
-    assert patience.wait(0)
+    assert not throttle.wait(0)
+    throttle.hurry()
+    assert throttle.wait(0)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,16 @@ def test_without_a_limit_it_never_hurries(clock: Clock) -> None:
 )
 def test_it_hurries_if_it_falls_behind(clock: Clock, seconds: float, done: int, hurries: bool) -> None:
     """Of 100, within 40 seconds: it should be done after 32, and may be 20 late."""
-    patience = Patience(40.0)
-    patience.begin(100)
-    patience.encoded(done)
+    throttle = BackgroundThrottle(40.0)
+    throttle.begin(100)
+    throttle.encoded(done)
     clock.seconds += seconds
-    assert patience.wait(0) == hurries == patience.is_over
+    assert throttle.wait(0) == hurries == throttle.is_over
 
 
 def test_whoever_waits_is_woken() -> None:
-    patience = Patience()
-    threading.Timer(0.05, patience.hurry).start()
+    throttle = BackgroundThrottle()
+    threading.Timer(0.05, throttle.hurry).start()
     start = time.monotonic()
-    assert patience.wait(60)
+    assert throttle.wait(60)
     assert time.monotonic() - start < 30
