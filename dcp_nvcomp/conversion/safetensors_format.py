@@ -108,7 +108,7 @@ def _path_to_store(key: str, path: Path) -> list[Any]:
 
 
 def _literal(text: Any) -> tuple[Any, ...]:
-    """Return what a Python literal says, in a tuple; nothing if it is none that a key can be."""
+    """Return the value of a Python literal, in a tuple; nothing if no key can have it."""
     try:
         value = ast.literal_eval(text)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -76,8 +76,8 @@ def install(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] |
 
     From the call on, in this process: call it on every rank. The newest of several installations counts. Stock DCP's
     arguments for tuning (`thread_count`, `single_file_per_rank`, ...) are not passed on; `overwrite` and options of the
-    storage are. Subclasses of its writers and readers are left alone, and so is who asks for safetensors, extensions or
-    an extension registry. Asynchronous saves that begin meanwhile are ours to their end.
+    storage are. Subclasses of its writers and readers are left alone, and so are calls that ask for safetensors,
+    extensions or an extension registry. Asynchronous saves that begin meanwhile are ours to their end.
 
     Args:
         writer: options of `NvcompWriter`, but for the path.

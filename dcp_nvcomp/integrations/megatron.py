@@ -120,8 +120,8 @@ class NvcompLoadStrategy(megatron_torch.TorchDistLoadShardedStrategy):  # type: 
 def register(writer: Mapping[str, Any] | None = None, reader: Mapping[str, Any] | None = None) -> None:
     """Let Megatron's own strategies for `torch_dist` save and load through this package, in this process and for good.
 
-    Call it before Megatron saves or loads. Subclasses of its saving strategy are left alone, and so is who asks it for
-    `separation_hint`; what they save is loaded all the same.
+    Call it before Megatron saves or loads. Subclasses of its saving strategy are left alone, and so are calls that ask
+    it for `separation_hint`; what they save is loaded all the same.
 
     Args:
         writer: options of `NvcompWriter`, but for the path.

@@ -1,6 +1,6 @@
 """The blocks that derived ones need: those of their base, from memory, from the same read, or by a read of their own.
 
-A load that wants a weight and its master has mostly placed the weight when the master comes, which lies behind it in
+A load that wants a weight and its master has mostly placed the weight when the master comes, which follows it in
 the file. So it is looked for there first, and taken if its CRC is right: another thread may still be writing it, or the
 planner may have changed it. What is needed for the rest of a read is then fetched at once.
 """

@@ -139,7 +139,7 @@ def recover(
         What was done, or why nothing was. A good checkpoint is never replaced.
 
     Raises:
-        ConfigurationError: `save_id` is none, or an option is unknown.
+        ConfigurationError: `save_id` is not the id of a save, or an option is unknown.
         CheckpointNotFoundError: there is neither `.metadata` nor an immutable copy of one.
         CheckpointReplacedError: a checkpoint whose files the save shares is being removed.
         StorageError: the storage fails.

@@ -317,7 +317,7 @@ def _check_stock_item(filesystem: Filesystem, full: bool, stored: tuple[StockIte
             limit_nbytes = STOCK_OBJECT_NBYTES if sizes is None else most_nbytes(sizes)
             retry_if_corrupt(lambda: read_stock_bytes(filesystem, item, limit_nbytes=limit_nbytes))
     except UnsafeObjectError as error:
-        # a subclass of tensors, which is none of ours to import; its bytes have been checked
+        # a subclass of tensors, which must not be imported; its bytes have been checked
         findings.append(Finding(WARNING, f"Its shape was not checked: {error.message}", None, (expected.fqn,)))
     except CheckpointError as error:
         error.byte_range = error.byte_range or (item.offset, item.offset + item.length)

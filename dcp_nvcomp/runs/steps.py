@@ -64,7 +64,7 @@ class RunSteps:
     # not complete although they were published, or found damaged by a restore
     damaged: tuple[SavedStep, ...]
     removing: tuple[int, ...]  # those whose removal was begun; they count as gone
-    # why directories that have the names of steps are none of the run: they hold other steps
+    # why directories that have the names of steps are not the run's: they hold other steps
     misnamed: Mapping[int, str] = field(default_factory=dict)
     # of each step the directories beside it that have marked it: they may need its data files
     marks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)

@@ -73,7 +73,7 @@ def pairs(items: Sequence[WriteItem], derived: Mapping[str, str]) -> dict[Metada
 
 
 def together(items: Iterable[WriteItem], pairs: Mapping[MetadataIndex, MetadataIndex]) -> list[tuple[WriteItem, ...]]:
-    """Return the items, each weight with its master behind it, all others alone."""
+    """Return the items, each weight followed by its master, all others alone."""
     items = list(items)
     if not pairs:
         return [(item,) for item in items]

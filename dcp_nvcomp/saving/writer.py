@@ -99,7 +99,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             CPU.
         check_encodes: `"all"` decodes on the GPU again what was encoded there and compares CRCs, before it is written;
             the CPU engine encodes blocks that came out wrong (`SaveStats.recoded_blocks`). `"off"` trusts the GPU. The
-            CPU engine is not checked: it uses libraries that the whole world tests.
+            CPU engine is not checked: it uses widely tested libraries.
         storage_deadline_seconds: time limit of one storage operation (sending a part, reading a range, publishing) with
             all its retries, after which it raises `StorageError`. It holds for S3, Azure, Google Cloud Storage, SFTP
             and SMB; elsewhere retries are up to the client.

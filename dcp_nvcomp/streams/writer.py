@@ -162,7 +162,7 @@ def _run(save: Callable[[], None], written: Future[None]) -> None:
 
 
 def _taken(last: SimpleQueue[bytes | None]) -> bytes:
-    while threading.main_thread().is_alive():  # or a stream that nobody closes would keep the interpreter from its end
+    while threading.main_thread().is_alive():  # or a stream that is never closed would keep the interpreter alive
         with contextlib.suppress(Empty):
             found = last.get(timeout=_CHECK_SECONDS)
             if found is not None:

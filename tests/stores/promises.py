@@ -89,8 +89,8 @@ PROMISES: Final = (
         "",
         {
             "disk": Cell("old or new", "tests/faults/test_power_loss.py::test_power_loss[overwriting]"),
-            "sftp": Cell("fsync; what was forgotten is told", _FORGOT.format("sftp")),
-            "smb": Cell("flush; what was forgotten is told", _FORGOT.format("smb")),
+            "sftp": Cell("fsync; what was forgotten is reported", _FORGOT.format("sftp")),
+            "smb": Cell("flush; what was forgotten is reported", _FORGOT.format("smb")),
         },
         usual=_NOTHING,
     ),
@@ -113,7 +113,7 @@ PROMISES: Final = (
         },
     ),
     Promise(
-        "A dead or silent server is told within `storage_deadline_seconds`",
+        "A dead or silent server is reported within `storage_deadline_seconds`",
         "test_server_killed.py::test_it_stays_away[{}-frozen]",
         usual="yes",
         cells={
@@ -164,7 +164,7 @@ PROMISES: Final = (
         },
     ),
     Promise(
-        "No secret is told",
+        "No secret is shown",
         "test_secrets.py::test_what_is_refused_tells_no_secret[{}-password]",
         usual="yes",
         cells={

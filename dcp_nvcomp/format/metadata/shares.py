@@ -1,4 +1,4 @@
-"""Checkpoints that share data files with others beside them: the marks that say so, and who needs which files.
+"""Checkpoints that share data files with others beside them: the marks that say so, and which of them need which files.
 
 A checkpoint may name data files of others in the same parent directory (saving/references.py). Before it is published,
 it leaves a mark in the directory of each of these:

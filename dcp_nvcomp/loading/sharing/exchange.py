@@ -4,8 +4,8 @@
     arrive    a thread receives what the others make, in order and some ahead
     take      a load thread that wants a read gets its bytes, and checks their CRCs when it decodes them
 
-The order of the reads, and who makes which, is the same on all ranks. The ranks take reads in that order, so the first
-one that any of them lacks can always be made, sent and received: none waits for good, though each holds few at a time.
+The order of the reads, and which rank makes each, is the same on all ranks. The ranks take reads in that order, so the
+first one that any of them lacks can always be made, sent and received: none waits for good, though each holds few at a time.
 
 A message begins with its status. A rank that can't read says so, and the next one makes that read for all, at last the
 first one again; it makes more of that rank's reads ahead, as many will follow. A rank whose load has failed says that,
@@ -42,7 +42,7 @@ _Expected = tuple[int, Message | None, Pending | None]
 
 
 def shares(reads: Sequence[Read], count: int) -> list[int]:
-    """Return who of `count` makes each read: whoever has the fewest bytes so far."""
+    """Return which of `count` ranks makes each read: the one with the fewest bytes so far."""
     nbytes, makers = [0] * count, []
     for read in reads:
         maker = min(range(count), key=nbytes.__getitem__)

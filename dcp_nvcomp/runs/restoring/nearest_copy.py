@@ -136,7 +136,7 @@ class Fetch:
         self._senders.update(dict.fromkeys(names, self._nodes.node_of(transfer.source)))
 
     def _to_nodes(self, needs: Sequence[Collection[str]]) -> _Transfers:
-        """Return what goes from whom to whom, so that each node has what its ranks need; the same on all ranks."""
+        """Return what goes from rank to rank, so that each node has what its ranks need; the same on all ranks."""
         found: dict[Transfer, dict[str, int]] = {}
         sent = dict.fromkeys(range(len(needs)), 0)
         received = dict(sent)

@@ -84,7 +84,7 @@ class DurableTier:
                 logger.warning("The lease of the run could not be given back, and will run out: %s", error)
 
     def run(self) -> str:
-        """Return the id of the run: drawn by its first manager, and kept beside its steps; who asks has the lease."""
+        """Return the id of the run: drawn by its first manager, and kept beside its steps; the caller has the lease."""
         return run_id(self.open_own(), self.root, self._storage_options)
 
     def refuse_checkpoint(self) -> None:

@@ -252,7 +252,7 @@ def _start(descriptor: int) -> subprocess.Popen[bytes]:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if isinstance(path, str) and path),
         **background_child.OWN_ENVIRONMENT,
     }
-    # signals are blocked by who starts it, as it takes a while until it could ignore them itself
+    # the parent blocks signals, as it takes a while until it could ignore them itself
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         return subprocess.Popen(

@@ -317,7 +317,7 @@ class StagingMemory(JobMemory):
 
     def close(self) -> None:
         self._closed = True
-        self._stores.budget.give_back(0)  # wakes whoever waits
+        self._stores.budget.give_back(0)  # wakes waiting threads
         self._may_write.set()
 
     def end(self) -> None:

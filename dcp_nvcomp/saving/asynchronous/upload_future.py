@@ -1,4 +1,4 @@
-"""What `async_save` returns for the whole save: DCP's metadata once it is asked for, and whether anybody asked."""
+"""What `async_save` returns for the whole save: DCP's metadata once it is asked for, and whether it was."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata
 
 
 class UploadFuture(Future[Metadata]):
-    """The future of a save, which notices whether anybody looked at its outcome."""
+    """The future of a save, which notes whether its outcome was looked at."""
 
     def __init__(self) -> None:
         super().__init__()

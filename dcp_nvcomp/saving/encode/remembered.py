@@ -79,7 +79,7 @@ class ChoiceMemory:
                 self.forget(record)
 
     def expects(self, record: Record, ratio: float) -> bool:
-        """Return True if a choice that was trusted came to what it had come to before."""
+        """Return True if a trusted choice led to about the same ratio as before."""
         kept = self._kept.get(_key(record))
         return kept is not None and kept.expects(ratio)
 

@@ -1,7 +1,7 @@
 """Which keys have different values on different ranks: of those that are not sharded a checkpoint keeps one rank's.
 
 Fingerprints of each rank's values go with its plan to the coordinator, and what differs comes back with the final
-plans. What can't be told from its bytes, as an object whose pickle depends on more than its value, counts by its class
+plans. What its bytes do not show, as an object whose pickle depends on more than its value, counts by its class
 alone; of large tensors a sample counts.
 """
 

@@ -283,7 +283,7 @@ class KeepingPlanner(SavePlanner):
         fqn = write_item.index.fqn
         value = self._flat_state[fqn]
         try:
-            # kept until the state is released: who could not use it may ask again, when the value is another one
+            # kept until the state is released: if a copy fails it is asked for again, when the value is another one
             pickled = self._pickled.get(fqn) or self._run(lambda: serialized(value))
             if isinstance(pickled, Exception):
                 raise pickled

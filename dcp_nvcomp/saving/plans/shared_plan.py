@@ -224,7 +224,7 @@ def _weights(numbers_of: Mapping[str, int], layouts: Sequence[Layout], derived: 
 def _owners(
     layouts: Sequence[Layout], ranks: int, weights: Mapping[int, int], *, lowest_rank: bool
 ) -> tuple[Ints, ...]:
-    """Return who writes each shard of each key, by the rule of balance.py."""
+    """Return which rank writes each shard of each key, by the rule of balance.py."""
     with_weight: dict[int, list[Layout]] = {}
     for master, weight in weights.items():
         with_weight.setdefault(weight, []).append(layouts[master])
@@ -247,7 +247,7 @@ def _owners(
     for at, count in Counter(kind_ids).items():
         if at and not shared[at]:
             np.add.at(loads, first[at], count * costs[at])
-    # minus what a shard costs, the first rank that has the key, the key, the shards and who holds them
+    # minus what a shard costs, the first rank that has the key, the key, the shards and the ranks that hold them
     waiting = list[tuple[int, int, int, Ints, Ints]]()
     owners = list[Ints]()
     for key, (layout, at) in enumerate(zip(layouts, kind_ids, strict=True)):

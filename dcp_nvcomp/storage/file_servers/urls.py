@@ -43,7 +43,7 @@ _SFTP_CLIENT: Final = (
 _SFTP_OPTIONS: Final = (*_COMMON, *_SFTP_CLIENT, "client_keys", "key_filename", "known_hosts")
 _SFTP_NONE: Final = ("agent_path", "config")  # None means none
 _SMB_OPTIONS: Final = (*_COMMON, "domain", "encrypt", "share_access", "require_signing", "auth_protocol")
-# A number would have lost its zeros: 0123 is none of JSON's, and 83 in YAML.
+# A number would have lost its zeros: JSON has no 0123, and in YAML it is 83.
 _TEXTS: Final = ("username", "password", "passphrase", "domain")
 _AUTHENTICATION: Final = ("negotiate", "ntlm", "kerberos")
 

@@ -386,7 +386,7 @@ class PosixFilesystem(Filesystem):
             except OSError as error:
                 if error.errno not in (errno.EROFS, errno.EACCES):
                     raise
-                return time.time()  # of who may not write, nothing depends on it
+                return time.time()  # nothing depends on the clock of a reader that may not write
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:

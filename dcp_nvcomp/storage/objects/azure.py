@@ -75,7 +75,7 @@ _REFUSALS: Final = {
     "NotImplementedError": 501,
     "InvalidPathError": 400,
 }
-# What it says, without a status, of a range that begins at the end or behind it; and of the one of an empty blob, which
+# What it says, without a status, of a range that begins at the end or after it; and of the one of an empty blob, which
 # Azurite answers with a range that can't be read.
 _BEYOND: Final = ("Wanted range starting at", "parse value for CONTENT_RANGE")
 
