@@ -5,7 +5,8 @@
     take      a load thread that wants a read gets its bytes, and checks their CRCs when it decodes them
 
 The order of the reads, and which rank makes each, is the same on all ranks. The ranks take reads in that order, so the
-first one that any of them lacks can always be made, sent and received: none waits for good, though each holds few at a time.
+first one that any of them lacks can always be made, sent and received: none waits for good, though each holds few at a
+time.
 
 A message begins with its status. A rank that can't read says so, and the next one makes that read for all, at last the
 first one again; it makes more of that rank's reads ahead, as many will follow. A rank whose load has failed says that,
