@@ -19,6 +19,7 @@ from dcp_nvcomp.codecs.encoded_run import EncodedRun, encoded_nbytes, recoded, u
 from dcp_nvcomp.engines.cuda import literals
 from dcp_nvcomp.engines.cuda.batches import RowTable
 from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob, DecodeRun, JobChecks
+from dcp_nvcomp.engines.cuda.device import upload
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EncodeJob, EnginePolicy
 from dcp_nvcomp.errors import CorruptDataError
 
@@ -380,3 +381,14 @@ def test_tables_are_short_enough_to_be_copied_without_a_wait(monkeypatch: pytest
     assert isinstance(encoded, EncodedRun) and len(encoded) == 256
     engine.decode([DecodeRun(encoded, chain, job.tensors[0])], verify="stored")
     assert len(sizes) == 13 and max(sizes) <= 64 << 10
+
+
+def test_longer_tables_go_through_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a batch of many small tensors."""
+    pinned = list[int]()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.nbytes) or tensor)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
+    for count in (8192, 8193):
+        for device in (torch.device("cuda", 0), torch.device("cpu")):
+            upload(np.zeros(count, np.int64), device)
+    assert pinned == [8 * 8193]

@@ -39,6 +39,9 @@ U32 = npt.NDArray[np.uint32]
 POLYNOMIAL = 0x82F63B78
 _X8 = 1 << (31 - 8)
 
+# CUDA takes so much of ordinary memory at once; before it takes more it may wait for the stream.
+_AT_ONCE_NBYTES = 64 << 10
+
 
 def kernel_source(*names: str) -> str:
     """Return the text of these files of kernels/, joined; messages of the compiler name the file and its line."""
@@ -53,6 +56,14 @@ def host_tensor(memory: memoryview) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     # torch.frombuffer itself warns of read-only memory, and the bytes that a reader fetched are read-only
     return torch.frombuffer((ctypes.c_uint8 * array.size).from_address(array.ctypes.data), dtype=torch.uint8)
+
+
+def upload(table: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Start to copy a table to a device, through page-locked memory if CUDA might wait for the stream otherwise."""
+    host = torch.from_numpy(table)
+    if device.type == "cuda" and table.nbytes > _AT_ONCE_NBYTES:
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 class Kernels(Protocol):
@@ -114,7 +125,7 @@ class LaunchedKernels:
 
     def _upload(self, table: npt.NDArray[Any]) -> Tensor:
         # torch has few operations for unsigned types, but bytes it can always move
-        return torch.from_numpy(table.reshape(-1).view(np.uint8)).to(self._device, non_blocking=True)
+        return upload(table.reshape(-1).view(np.uint8), self._device)
 
     def _run(self, name: str, table: RowTable, *more: Tensor) -> None:
         if table.tiles.size:

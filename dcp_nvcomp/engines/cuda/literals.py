@@ -17,7 +17,7 @@ from torch import Tensor
 from dcp_nvcomp.codecs.base import Coder
 from dcp_nvcomp.codecs.coders import Zstd
 from dcp_nvcomp.engines.cuda.batches import I64, padded_nbytes
-from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Device, Launch
+from dcp_nvcomp.engines.cuda.device import KERNEL_OPTIONS, Device, Launch, upload
 
 # What is compiled, and the kernels that are in it.
 LITERALS_SOURCES: Final = (
@@ -154,5 +154,4 @@ class LiteralCoders:
 
 
 def _upload(device: Device, table: I64) -> Tensor:
-    """Start to copy a table to a device."""
-    return torch.from_numpy(table).to(device.torch_device, non_blocking=True)
+    return upload(table, device.torch_device)
