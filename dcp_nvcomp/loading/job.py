@@ -15,7 +15,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -282,8 +282,11 @@ class LoadJob:
                         start = time.perf_counter()
                         try:
                             decoder.decode(fetched)
-                        finally:
-                            self._wait_for_copies()
+                        except BaseException:
+                            with suppress(RuntimeError):  # of a GPU that is broken: the reason is the error above
+                                self._wait_for_copies()
+                            raise
+                        self._wait_for_copies()
                         spent = time.perf_counter() - start
                     decoding += spent
                     self._source.decoded(read, spent)

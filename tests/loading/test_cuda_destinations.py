@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_nvcomp import NvcompReader
+from dcp_nvcomp.errors import CorruptDataError
 from tests.checkpoints import save
 
 _DEVICE = torch.device("cuda", 0)
@@ -79,3 +81,25 @@ def test_a_load_waits_for_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for at in copies:
         # on the thread that has queued the copy, as streams are a thread's own
         assert ("waited", events[at][1]) in events[at:committed]
+
+
+def test_a_broken_gpu_does_not_hide_why_a_load_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA reports an error at every later call; a load that fails waits for its copies all the same."""
+    waited, caller = list[int](), threading.get_ident()
+
+    class Stream:
+        def synchronize(self) -> None:
+            if threading.get_ident() != caller:
+                waited.append(threading.get_ident())
+                raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    save(tmp_path, {"weight": torch.randn(300_000, 4)})
+    (file,) = tmp_path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    into = {"weight": _on_gpu(torch.zeros(4, 300_000).T, [])}
+    with pytest.raises(CheckpointException, match="CRC") as caught:
+        dcp.load(into, storage_reader=NvcompReader(tmp_path, engine="cpu"), no_dist=True)
+    assert waited and all(isinstance(error, CorruptDataError) for error, _ in caught.value.failures.values())
