@@ -308,7 +308,11 @@ class _Description(pickle.Unpickler):
         return _Storage(kind, key)
 
 
-def _rebuilt(storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *more: Any) -> _Tensor:
+def _rebuilt(
+    storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], _grad: Any, _hooks: Any, *more: Any
+) -> _Tensor:
+    if any(more):  # conjugate and negative bits, over elements of other values
+        raise pickle.UnpicklingError("metadata")
     return _Tensor(storage, int(offset), tuple(size), tuple(stride))
 
 

@@ -7,9 +7,10 @@ import mmap
 import os
 import pickle
 import re
+import threading
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -120,10 +121,34 @@ def _load(data: io.BytesIO, trusted: Sequence[Any], *, crcs: bool = False) -> An
         raise CorruptDataError(f"A stored object cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def allowed_globals(trusted: Sequence[Any] = ()) -> AbstractContextManager[Any]:
-    """Let `torch.load` with `weights_only=True` use what is trusted, and `bytes`, but for empty ones only."""
-    known = () if bytes in trusted else ((_empty_bytes, "builtins.bytes"),)
-    return torch.serialization.safe_globals([*trusted, *known])
+# Of what torch allows and checks in the whole process: one load at a time may change it.
+_changing = threading.RLock()
+
+
+@contextmanager
+def allowed_globals(trusted: Sequence[Any] = ()) -> Iterator[None]:
+    """Let `torch.load` with `weights_only=True` use what is trusted, and `bytes`, but for empty ones only.
+
+    Sparse tensors whose indices are outside raise a `RuntimeError`: whoever made them dense would write there.
+    """
+    with _changing:
+        before = torch.serialization.get_safe_globals()
+        wanted = [*trusted, *before, (_empty_bytes, "builtins.bytes")]
+        if bytes in wanted:
+            wanted.pop()
+        # at the end torch forbids all that it is given here, whoever had allowed it
+        more = [one for one in wanted if one not in before]
+        with torch.serialization.safe_globals(more), torch.sparse.check_sparse_tensor_invariants():
+            yield
+
+
+def _begin_again() -> None:
+    """In a forked child, which lacks the thread that may hold the lock."""
+    global _changing
+    _changing = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_again)
 
 
 def _empty_bytes() -> bytes:

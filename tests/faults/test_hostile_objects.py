@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
 from torch.distributed.checkpoint._extension import ZStandard
 
-from dcp_nvcomp import NvcompReader, errors
+from dcp_nvcomp import NvcompReader, convert, errors, open_checkpoint
 from dcp_nvcomp.loading.safe_objects import SafeLoader, load_tensor_safely
 from dcp_nvcomp.saving.encode import records
 from tests.checkpoints import assert_loads, load_into, save, save_stock
@@ -156,6 +158,84 @@ def test_storage_that_claims_more_than_there_is() -> None:
     assert torch.equal(load_tensor_safely(archive(files["data.pkl"], ("a/data/0", files["data/0"]))), torch.arange(4.0))
     with pytest.raises(errors.CorruptDataError):
         load_tensor_safely(archive(pickled, ("a/data/0", files["data/0"])))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta state")  # torch says it once
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_indices_outside_of_a_sparse_tensor(tmp_path: Path, layout: torch.layout) -> None:
+    """They become addresses that are written to, when such a tensor is made dense."""
+    if layout == torch.sparse_coo:
+        indices = torch.tensor([[0, 9], [1, 1]])
+        tensor = torch.sparse_coo_tensor(indices, [1.0, 2.0], (4, 4), is_coalesced=True, check_invariants=False)
+    else:
+        compressed, plain = [0, 1, 2, 2, 2], [1, 9]
+        tensor = torch.sparse_compressed_tensor(
+            compressed, plain, [1.0, 2.0], (4, 4), layout=layout, check_invariants=False
+        )
+    path = tmp_path / "run"
+    save(path, {"w": tensor})
+    with open_checkpoint(path) as checkpoint, pytest.raises(errors.CorruptDataError, match=r"size|bounds|index|ind"):
+        checkpoint["w"][...]
+    file = tmp_path / "model.pt"
+    torch.save({"w": tensor}, file)
+    with pytest.raises(errors.CorruptDataError):
+        convert(file, tmp_path / "converted")
+    assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+
+
+class Trusted:
+    """What some loads trust."""
+
+
+def test_what_the_process_allowed_before_stays_allowed() -> None:
+    data = io.BytesIO()
+    torch.save(Trusted(), data)
+    with torch.serialization.safe_globals([Trusted]):
+        SafeLoader((f"{__name__}.Trusted",), check_objects=True).checked(data, "o")
+        assert Trusted in torch.serialization.get_safe_globals()
+        SafeLoader((), check_objects=True).checked(data, "o")
+    assert Trusted not in torch.serialization.get_safe_globals()
+
+
+_entered, _may_leave = threading.Event(), threading.Event()
+
+
+def _slowly() -> str:
+    _entered.set()
+    assert _may_leave.wait(60)
+    return "built"
+
+
+class Slow:
+    def __reduce__(self) -> Any:
+        return _slowly, ()
+
+
+def test_another_thread_trusts_nothing() -> None:
+    """What a load trusts is allowed to the whole process, so no other load may run meanwhile."""
+    data = io.BytesIO()
+    torch.save(Slow(), data)
+    refused: list[Exception] = []
+
+    def load_without_trust() -> None:
+        try:
+            SafeLoader((), check_objects=True).load_object(io.BytesIO(data.getvalue()), "o")
+        except errors.UnsafeObjectError as error:
+            refused.append(error)
+
+    loader = SafeLoader((f"{__name__}._slowly",), check_objects=True)
+    with ThreadPoolExecutor(2) as pool:
+        trusting = pool.submit(loader.load_object, io.BytesIO(data.getvalue()), "o")
+        try:
+            assert _entered.wait(60)
+            other = pool.submit(load_without_trust)
+            done, _ = wait([other], timeout=0.2)
+            assert not done
+        finally:
+            _may_leave.set()
+        assert trusting.result(60) == "built"
+        other.result(60)
+    assert len(refused) == 1
 
 
 @pytest.mark.parametrize("legacy", [True, False])

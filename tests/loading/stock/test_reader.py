@@ -16,7 +16,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
-from dcp_nvcomp import CorruptDataError, NvcompReader, tools
+from dcp_nvcomp import CorruptDataError, NvcompReader, open_checkpoint, tools
 from tests.checkpoints import assert_loads, data_file, flip, save_stock
 from tests.loading.stock.make_golden import golden_state
 
@@ -28,6 +28,15 @@ def test_fresh_checkpoint(tmp_path: Path, writer: Any, extensions: Any, thread_c
     options = {"thread_count": thread_count, "single_file_per_rank": single_file, "_extensions": extensions}
     dcp.save(golden_state(), storage_writer=writer(str(tmp_path), **options), no_dist=True)
     assert_loads(tmp_path, golden_state())
+
+
+@pytest.mark.parametrize("lazy", [torch.conj, torch._neg_view])
+def test_part_of_a_tensor_with_a_lazy_bit(tmp_path: Path, lazy: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    saved = lazy(torch.randn(1024, 32, dtype=torch.complex64))
+    assert saved.is_conj() or saved.is_neg()
+    save_stock(tmp_path, {"w": saved})
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint["w"][10:20], saved[10:20].clone())
 
 
 def test_flipped_bit_is_noticed(tmp_path: Path) -> None:
