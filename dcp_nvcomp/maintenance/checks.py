@@ -23,7 +23,7 @@ from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDat
 from dcp_nvcomp.format.data_file import DataFileRef, block_row, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
-from dcp_nvcomp.format.metadata.rank_metadata import check_cover
+from dcp_nvcomp.format.metadata.cover import check_cover
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, StoredAt, described, matches
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, MAX_ENCODED_NBYTES, Record
 from dcp_nvcomp.loading.bases import StoredBases, base_of

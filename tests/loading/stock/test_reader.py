@@ -14,9 +14,16 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from dcp_nvcomp import CorruptDataError, NvcompReader, open_checkpoint, tools
+from dcp_nvcomp import CorruptDataError, NvcompReader, load, open_checkpoint, tools
+from dcp_nvcomp.errors import MetadataError
 from tests.checkpoints import assert_loads, data_file, flip, save_stock
 from tests.loading.stock.make_golden import golden_state
 
@@ -109,3 +116,36 @@ def test_loads(tmp_path: Path, change: Callable[[Metadata], None], protocol: int
     dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True)
     assert torch.equal(into["weight"], state()["weight"]) and int(into["step"]) == 7 and into["name"] == "old"
     assert tools.verify(tmp_path, full=True).findings == ()
+
+
+def without_the_last_row(metadata: Metadata) -> None:
+    (shard,) = metadata.state_dict_metadata["weight"].chunks
+    metadata.state_dict_metadata["weight"].size = torch.Size([5, 6])
+    assert shard.sizes == torch.Size([4, 6])
+
+
+def one_row_twice(metadata: Metadata) -> None:
+    """As many elements as the tensor has, and not all of them."""
+    without_the_last_row(metadata)
+    weight = metadata.state_dict_metadata["weight"]
+    weight.chunks.append(ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([1, 6])))
+    (first,) = (index for index in metadata.storage_data if index.fqn == "weight")
+    metadata.storage_data[MetadataIndex("weight", torch.Size([3, 0]))] = metadata.storage_data[first]
+
+
+@pytest.mark.parametrize("change", [without_the_last_row, one_row_twice])
+def test_a_part_that_was_not_saved(tmp_path: Path, change: Callable[[Metadata], None]) -> None:
+    """A load that left it as it was would be a wrong one."""
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    change(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException, match="unsaved"):
+        dcp.load({"weight": torch.zeros(5, 6)}, storage_reader=NvcompReader(tmp_path), no_dist=True)
+    with pytest.raises(MetadataError, match="unsaved"):
+        load({"weight": torch.zeros(5, 6)}, tmp_path, no_dist=True)
+    with open_checkpoint(tmp_path) as checkpoint:
+        with pytest.raises(MetadataError):
+            checkpoint["weight"][...]
+        assert checkpoint["name"] == "old"
+    load({"name": ""}, tmp_path, no_dist=True)
