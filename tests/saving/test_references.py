@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from dcp_nvcomp import (
 from dcp_nvcomp.errors import CheckpointReplacedError
 from dcp_nvcomp.format.data_file import read_footer
 from dcp_nvcomp.format.metadata.roots import read_current
-from dcp_nvcomp.format.metadata.shares import needed_by_others
+from dcp_nvcomp.format.metadata.shares import leave_marks, needed_by_others
 from dcp_nvcomp.format.metadata.summary import summary_at_end
 from dcp_nvcomp.format.names import METADATA_NAME, REMOVING, mark_name
 from dcp_nvcomp.maintenance import consolidation
@@ -528,6 +529,21 @@ def test_a_mark_alone_keeps_files_for_an_hour(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / METADATA_NAME).write_bytes(b"torn")
     assert file.name in needed_by_others(filesystem, filesystem.list_files()), "it is not known what it names"
+
+
+def test_a_mark_of_another_save_than_the_published_one(tmp_path: Path) -> None:
+    """A save over a checkpoint that shares nothing yet: it is not known what it will name."""
+    _save(_state(), tmp_path / "a", ())
+    _save(_state(), tmp_path / "b", ())
+    (file,) = (tmp_path / "a").glob("*.distcp")
+    filesystem = open_filesystem(tmp_path / "a")
+    leave_marks(filesystem, "b", [f"../a/{file.name}"], uuid.uuid4().hex)
+    assert file.name in needed_by_others(filesystem, filesystem.list_files())
+    _age(tmp_path / "a")
+    assert not needed_by_others(filesystem, filesystem.list_files()), "its save has died"
+    _save(_state(), tmp_path / "b", tmp_path / "a")
+    needed = needed_by_others(filesystem, filesystem.list_files())
+    assert file.name in needed and not needed.everything
 
 
 def test_the_summary_says_what_is_shared(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ it leaves a mark in the directory of each of these:
     .shared.<directory>      holds the id of the save that shares; <directory> is the name of its directory
 
 Whoever is about to remove data files looks for marks, and for each mark into the metadata of the directory that it
-names, or the immutable copy if that is lost. So a mark alone keeps nothing for long: one without metadata, whose save
-failed or is about to be published, keeps all files for an hour.
+names, or the immutable copy if that is lost. So a mark alone keeps nothing for long: one of a save that is not what is
+published there, as it failed or is about to be, keeps all files for an hour.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, StorageError
-from dcp_nvcomp.format.metadata.roots import is_missing, read_root
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
@@ -119,33 +119,30 @@ def needed_by_others(filesystem: Filesystem, files: Sequence[FileInfo]) -> Neede
     marks = [(file, directory) for file in files if (directory := marking_directory(file.name)) is not None]
     found: set[str] = set()
     for file, directory in marks:
+        written = file.modified_seconds
+        is_young = written is None or filesystem.now_seconds() - written < _UNPUBLISHED_SECONDS
         try:
-            names = _shared_by(filesystem, directory)
+            marking = filesystem.read_all(file.name, limit_nbytes=_ID_NBYTES).decode("ascii", "replace")
+            root = _root_of(filesystem, directory, marking)
         except CheckpointError as error:
-            if not is_missing(error):
+            if is_young or not is_missing(error):
                 return Needed(everything=True)
-            names = set()
-            if file.modified_seconds is None:
-                return Needed(everything=True)
-            if filesystem.now_seconds() - file.modified_seconds < _UNPUBLISHED_SECONDS:
-                return Needed(everything=True)
+            continue
+        if is_young and marking != (root.save_id or ""):  # a save over that checkpoint may be about to publish
+            return Needed(everything=True)
+        names = {name.rpartition("/")[2] for name in root.files() if name.startswith(BESIDE)}
         found |= names & {other.name for other in files}
         if names:
             found.add(file.name)
     return Needed(frozenset(found))
 
 
-def _shared_by(filesystem: Filesystem, directory: str) -> set[str]:
-    """Return the names of files beside it that the checkpoint in a directory needs, wherever they are."""
+def _root_of(filesystem: Filesystem, directory: str, marking: str) -> Root:
+    """Return the metadata of a checkpoint beside, or if that is lost the copy of the save that left the mark."""
     try:
-        root = read_root(filesystem, f"{BESIDE}{directory}/{METADATA_NAME}")
+        return read_root(filesystem, f"{BESIDE}{directory}/{METADATA_NAME}")
     except CheckpointError as error:
-        if not is_missing(error):
+        copy = copy_name_of(marking)
+        if copy is None or not is_missing(error):
             raise
-        copy = copy_name_of(
-            filesystem.read_all(mark_name(directory), limit_nbytes=_ID_NBYTES).decode("ascii", "replace")
-        )
-        if copy is None:
-            raise
-        root = read_root(filesystem, f"{BESIDE}{directory}/{copy}")  # what `recover` publishes again
-    return {name.rpartition("/")[2] for name in root.files() if name.startswith(BESIDE)}
+        return read_root(filesystem, f"{BESIDE}{directory}/{copy}")  # what `recover` publishes again
