@@ -136,13 +136,18 @@ class RankResults(list[WriteResult]):
 
 def placed_items(files: Sequence[WrittenFile], plan: SavePlan) -> PlacedItems:
     position_of = {id(item.index): position for position, item in enumerate(plan.items)}
-    code = "H" if len(plan.items) < 1 << 16 else "I"
     return PlacedItems(
         tuple(tuple(written.file) for written in files),
         tuple(len(written.items) for written in files),
-        array(code, [position_of[id(index)] for written in files for index, _, _ in written.items]),
-        array(code, [record for written in files for _, _, record in written.items]),
+        _compact([position_of[id(index)] for written in files for index, _, _ in written.items]),
+        _compact([record for written in files for _, _, record in written.items]),
     )
+
+
+def _compact(numbers: Sequence[int]) -> array[int]:
+    """Return numbers in as few bytes each as is plain; records are more than items, as packs are records too."""
+    code = "H" if max(numbers, default=0) < 1 << 16 else "I"
+    return array(code, numbers)
 
 
 def place(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:

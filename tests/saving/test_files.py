@@ -11,9 +11,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_nvcomp import NvcompReader, NvcompWriter
 from dcp_nvcomp.errors import CheckpointReplacedError
+from dcp_nvcomp.format.data_file import DataFileRef
+from dcp_nvcomp.saving.data_files import WrittenFile
+from dcp_nvcomp.saving.rank_save import placed_items
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import assert_loads, save
 from tests.saving.test_lifecycle import FailsToFinish
@@ -115,3 +120,11 @@ def test_orphans_are_removed_at_the_next_save(tmp_path: Path) -> None:
     dcp.save(state_of_sizes(3), storage_writer=writer, checkpoint_id=tmp_path / "c", no_dist=True)
     assert_loads(tmp_path / "b", state_of_sizes(2))
     assert_loads(tmp_path / "c", state_of_sizes(3))
+
+
+def test_many_records(tmp_path: Path) -> None:
+    """Of a small plan: packs are records too, and a shared file may have more than this rank has items."""
+    (item,) = create_default_local_save_plan({"w": torch.zeros(1)}, True).items
+    file = WrittenFile(DataFileRef("x.distcp", 100, 10, 1), [(item.index, 4, 70_000)])
+    placed = placed_items([file], SavePlan([item]))
+    assert list(placed.records) == [70_000] and list(placed.positions) == [0]
