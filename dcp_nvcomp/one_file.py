@@ -117,7 +117,7 @@ def load_compressed_checkpoint(
             raise CheckpointNotFoundError("There is no such file.", path=filesystem.location(name))
         file = find_data_file(filesystem, name, nbytes)
         footer = read_footer(filesystem, file)
-        if any(record.fqn == STREAM_KEY for record in footer.records):
+        if any(record.fqn == STREAM_KEY and record.kind == KIND_BYTES for record in footer.records):
             index = StreamIndex.read(filesystem, file, reader.load_options)
             with StreamReader(filesystem, index, reader.load_options) as stream:
                 data = stream.readall()

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -44,6 +45,9 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem, check_relative_path, published_name
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
+# One of several files of a model, as huggingface_hub names them.
+_OF_SEVERAL: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+
 
 class SafetensorsSource(Source):
     """A safetensors file, or a directory of such files."""
@@ -52,12 +56,14 @@ class SafetensorsSource(Source):
         self.path = without_secrets(path)
         self._options = storage_options
         self._filesystems: dict[str, Filesystem] = {}
+        self._index: Mapping[str, str] = {}
         try:
             paths = [path] if is_file(path, storage_options) else self._paths(place_of(path).rstrip("/") or "/")
             if not paths:
                 raise CheckpointNotFoundError("There is no safetensors file.", path=self.path)
             self._parts = [(file, part) for file in map(linked_to, paths) for part in self._header(file)]
             self._check_keys()
+            self._check_index()
             self.files = list(dict.fromkeys(file for file, _ in self._parts))
             self.has_keys = all(part.path != (part.key,) for _, part in self._parts)
         except BaseException:
@@ -79,8 +85,9 @@ class SafetensorsSource(Source):
             filesystem, name = self._file(linked_to(f"{directory}/{INDEX_NAME}"))
             data = filesystem.read_all(name, limit_nbytes=MAX_HEADER_NBYTES)
             try:
-                found = sorted(set(parse_json(data)["weight_map"].values()))
-                wanted = [check_relative_path(one, path=self.path) for one in found]
+                weight_map = parse_json(data)["weight_map"]
+                wanted = [check_relative_path(one, path=self.path) for one in sorted(set(weight_map.values()))]
+                self._index = {key: linked_to(f"{directory}/{one}") for key, one in weight_map.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CorruptDataError(
                     "This is not an index of safetensors.", path=filesystem.location(name)
@@ -91,7 +98,20 @@ class SafetensorsSource(Source):
             )
         else:
             wanted = [name for name in names if name.endswith(".safetensors")]
+            self._check_numbers(wanted)
         return [f"{directory}/{name}" for name in wanted]
+
+    def _check_numbers(self, names: Sequence[str]) -> None:
+        """Refuse a part of a model's files, which say in their names how many they are."""
+        there = {found.group(1, 2, 3) for name in names if (found := _OF_SEVERAL.fullmatch(name))}
+        for stem, _, count in sorted(there):
+            for number in range(1, min(int(count), len(names) + 1) + 1):
+                if (stem, f"{number:05d}", count) not in there:
+                    raise IncompleteCheckpointError(
+                        f"The file {stem}-{number:05d}-of-{count}.safetensors is missing: fetch it too, or give the "
+                        "files one by one.",
+                        path=self.path,
+                    )
 
     def _header(self, file: str) -> list[StoredPart]:
         filesystem, name = self._file(file)
@@ -115,6 +135,17 @@ class SafetensorsSource(Source):
                     fqn=part.key,
                 )
             where[part.key] = file
+
+    def _check_index(self) -> None:
+        there = {(part.key, file) for file, part in self._parts}
+        for key, file in self._index.items():
+            if (key, file) not in there:
+                raise IncompleteCheckpointError(
+                    f"{INDEX_NAME} says that this tensor is in this file, which lacks it: one of the two is older than "
+                    "the other, so fetch both again.",
+                    path=without_secrets(file),
+                    fqn=key,
+                )
 
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
         return [

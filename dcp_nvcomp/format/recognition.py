@@ -21,6 +21,7 @@ from dcp_nvcomp.format.names import (
     rank_of_metadata_name,
     save_id_of_copy,
 )
+from dcp_nvcomp.format.record import KIND_BYTES
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
@@ -182,7 +183,8 @@ def _what_stands_alone(beside: Filesystem, name: str, nbytes: int) -> str | None
         records = read_footer(beside, find_data_file(beside, name, nbytes)).records
     except CheckpointError:  # damaged, which its own reader explains
         return _STANDS_ALONE[ONE_FILE_KEY]
-    return next((what for key, what in _STANDS_ALONE.items() if any(record.fqn == key for record in records)), None)
+    names = {record.fqn for record in records if record.kind == KIND_BYTES}
+    return next((what for key, what in _STANDS_ALONE.items() if key in names), None)
 
 
 def _is_torch_zip(head: bytes) -> bool:

@@ -146,6 +146,28 @@ def test_links_as_in_the_cache_of_huggingface_hub(tmp_path: Path, has_index: boo
         convert(snapshot, blobs / "123", to="torch", overwrite=True)
 
 
+def test_a_model_of_which_a_part_is_missing(tmp_path: Path) -> None:
+    """As a download leaves it that was cut off, or of which some files are of another revision."""
+    source, names = tmp_path / "model", [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    source.mkdir()
+    for name, key in zip(names, "ab", strict=True):
+        save_file({key: torch.ones(3)}, source / name)
+    assert convert(source, tmp_path / "without").tensors == 2
+    weight_map = {"a": names[0], "b": names[1]}
+    (source / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    assert convert(source, tmp_path / "with").tensors == 2
+    for more in ({"c": names[1]}, {"a": names[1]}):
+        (source / INDEX).write_text(json.dumps({"weight_map": {**weight_map, **more}}))
+        with pytest.raises(errors.IncompleteCheckpointError, match=f"lacks it.*00002.*{next(iter(more))!r}"):
+            convert(source, tmp_path / "bad")
+    (source / INDEX).unlink()
+    (source / names[1]).unlink()
+    with pytest.raises(errors.IncompleteCheckpointError, match=f"{names[1]} is missing"):
+        convert(source, tmp_path / "bad")
+    assert convert(source / names[0], tmp_path / "one").tensors == 1
+    assert not (tmp_path / "bad").exists()
+
+
 @pytest.mark.parametrize("suffix", [".ckpt", ".pt", ".safetensors"])
 def test_directories_may_be_named_like_files(tmp_path: Path, suffix: str) -> None:
     save_stock(tmp_path / f"epoch=0{suffix}", {"w": torch.ones(3)})

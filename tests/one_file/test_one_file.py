@@ -42,6 +42,8 @@ def state() -> dict[str, Any]:
         "complex": torch.randn(3, dtype=torch.complex64, generator=generator),
         1: "one",
         "1": torch.ones(1),
+        ".stream": torch.ones(2),
+        ".skeleton": torch.ones(3),
     }
 
 
