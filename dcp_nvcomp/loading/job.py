@@ -46,6 +46,7 @@ from dcp_nvcomp.loading.read_plan import (
     dense_part_of,
     locate,
     part_of,
+    refuse_shared_elements,
 )
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.loading.sharing.replicas import Replicas, WantedOfFile, plan_shared
@@ -231,6 +232,7 @@ class LoadJob:
                 f"The destination has shape {tuple(tensor.shape)}, but {tuple(item.lengths)} was planned for it.",
                 fqn=item.dest_index.fqn,
             )
+        refuse_shared_elements(tensor, item.dest_index.fqn)
         if tensor.device.type == "cuda":
             self._engine.on_cuda(tensor.device)  # emit its fallback warning on the caller's thread
             # load threads write on streams of their own: first finish what the caller has queued for this tensor

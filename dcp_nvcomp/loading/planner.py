@@ -41,7 +41,7 @@ from dcp_nvcomp.errors import (
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.metadata.paths import paths_of
 from dcp_nvcomp.loading.matching import Matched, ParameterNames, match
-from dcp_nvcomp.loading.read_plan import shares_elements
+from dcp_nvcomp.loading.read_plan import refuse_shared_elements
 
 _Ints = npt.NDArray[np.int64]
 
@@ -219,11 +219,8 @@ def _overlap(fqn: str, saved: ChunkStorageMetadata, at: int, part: ChunkStorageM
 def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None:
     if saved is None:
         return
-    if type(value) in PLAIN_TENSORS and shares_elements(value):
-        raise ConfigurationError(
-            "Elements of the destination share their memory, as those of an expanded tensor do: load into a clone.",
-            fqn=fqn,
-        )
+    if type(value) in PLAIN_TENSORS:
+        refuse_shared_elements(value, fqn)
     if not isinstance(saved, TensorStorageMetadata):
         raise ShapeMismatchError("The destination is a tensor, but a Python object was saved.", fqn=fqn)
     if saved.size != value.shape:

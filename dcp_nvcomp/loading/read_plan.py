@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_nvcomp.engines.tensors import HostArray, host_array, is_transparent
-from dcp_nvcomp.errors import FileMismatchError, MetadataError, ShapeMismatchError
+from dcp_nvcomp.errors import ConfigurationError, FileMismatchError, MetadataError, ShapeMismatchError
 from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, Strip, element_span, row_strip
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.footer import Footer
@@ -224,10 +224,15 @@ class Conversions:
         )
 
 
-def shares_elements(tensor: torch.Tensor) -> bool:
+def refuse_shared_elements(tensor: torch.Tensor, fqn: str) -> None:
+    """Refuse an expanded tensor: torch does so when it copies, but blocks may be rows, each of which has its own."""
     if tensor.layout != torch.strided or tensor.is_contiguous():
-        return False
-    return 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+        return
+    if 0 in [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]:
+        raise ConfigurationError(
+            "Elements of the destination share their memory, as those of an expanded tensor do: load into a clone.",
+            fqn=fqn,
+        )
 
 
 def part_of(tensor: torch.Tensor, region: Box) -> torch.Tensor | None:
@@ -289,8 +294,7 @@ class Region(Destination):
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._dtype = dtype
         self._array: HostArray | None = None
-        # elements that share memory cannot be loaded into: torch raises when it copies
-        visible = tensor.dtype == dtype and is_transparent(tensor) and not shares_elements(tensor)
+        visible = tensor.dtype == dtype and is_transparent(tensor)
         if visible and tensor.device.type == "cpu":
             try:
                 self._array = host_array(self._tensor)

@@ -19,7 +19,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_nvcomp.calls.suggestions import missing_key
 from dcp_nvcomp.calls.tables import Shown, Table, counted, left
 from dcp_nvcomp.engines.tensors import dtype_name
-from dcp_nvcomp.errors import CheckpointError, ConfigurationError, MetadataError, MissingKeyError
+from dcp_nvcomp.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MetadataError,
+    MissingKeyError,
+    ShapeMismatchError,
+)
 from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.data_file import DataFileRef, read_footers
 from dcp_nvcomp.format.footer import Footer
@@ -27,7 +33,7 @@ from dcp_nvcomp.format.metadata.shards import ShardIndex, StoredAt
 from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.loading.items import load_items
 from dcp_nvcomp.loading.job import LoadOptions
-from dcp_nvcomp.loading.read_plan import Wanted
+from dcp_nvcomp.loading.read_plan import Wanted, refuse_shared_elements
 from dcp_nvcomp.loading.reader import NvcompReader
 from dcp_nvcomp.loading.safe_objects import SafeLoader
 from dcp_nvcomp.options import DtypePolicy, check_choice
@@ -204,6 +210,9 @@ class Checkpoint(Shown, Mapping[str, Any]):
             objects: keys of Python objects.
 
         Raises:
+            MissingKeyError: there is no such key.
+            ShapeMismatchError: a tensor has another shape, or a Python object was saved.
+            ConfigurationError: a tensor has no memory of its own for each element.
             CheckpointError: one of them can't be read. The contents of the tensors are undefined then.
         """
         found: dict[str, Any] = {}
@@ -214,6 +223,14 @@ class Checkpoint(Shown, Mapping[str, Any]):
         items = [item for key in objects for item in items_of_object(key)]
         for key, tensor in tensors.items():
             described = self._described(key)
+            if not isinstance(described, TensorStorageMetadata):
+                raise ShapeMismatchError("A Python object was saved.", path=self.path, fqn=key)
+            if described.size != tensor.shape:
+                message = f"The destination has shape {tuple(tensor.shape)}, but {tuple(described.size)} was saved."
+                raise ShapeMismatchError(message, path=self.path, fqn=key)
+            if tensor.is_meta:
+                raise ConfigurationError("The destination is on the meta device, which holds no values.", fqn=key)
+            refuse_shared_elements(tensor, key)
             items += items_of_box(key, described, Box((0,) * tensor.dim(), tuple(described.size)), path=self.path)
         self._load(items, Destinations(tensors, take))
         return found

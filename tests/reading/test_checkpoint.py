@@ -286,6 +286,21 @@ class _Runs:
         return print, ("run",)
 
 
+def test_what_can_not_be_read_into(tmp_path: Path) -> None:
+    save({"w": torch.arange(6.0).reshape(2, 3), "object": 1}, tmp_path, no_dist=True)
+    bad: list[tuple[str, torch.Tensor, type[errors.CheckpointError]]] = [
+        ("w", torch.zeros(2, 4), errors.ShapeMismatchError),
+        ("w", torch.zeros(6), errors.ShapeMismatchError),
+        ("object", torch.zeros(1), errors.ShapeMismatchError),
+        ("w", torch.zeros(2, 3, device="meta"), errors.ConfigurationError),
+        ("w", torch.zeros(3).expand(2, 3), errors.ConfigurationError),
+    ]
+    with open_checkpoint(tmp_path) as checkpoint:
+        for key, tensor, error in bad:
+            with pytest.raises(error, match=repr(key)):
+                checkpoint.read_into({key: tensor})
+
+
 def test_a_closed_checkpoint_says_so(tmp_path: Path) -> None:
     save(STATE, tmp_path, no_dist=True)
     with open_checkpoint(tmp_path) as checkpoint:

@@ -180,17 +180,18 @@ def test_metadata_and_footer_must_agree_on_shapes(tmp_path: Path) -> None:
     metadata: Metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     tensor = metadata.state_dict_metadata["w"]
     assert isinstance(tensor, TensorStorageMetadata)
-    tensor.chunks[0].sizes = torch.Size([4, 50])
+    tensor.size = tensor.chunks[0].sizes = torch.Size([4, 50])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    error = failure_of(lambda: assert_loads(tmp_path, {"w": torch.ones(6, 50)}))
+    error = failure_of(lambda: assert_loads(tmp_path, {"w": torch.ones(4, 50)}))
     assert isinstance(error, errors.FileMismatchError)
     assert "disagrees" in str(error)
 
 
-def test_expanded_destination_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, {"w": torch.arange(12.0).reshape(3, 4)})
-    into = {"w": torch.zeros(4).expand(3, 4)}
-    with pytest.raises(CheckpointException, match="single memory location"):
+@pytest.mark.parametrize("columns", [4, 1 << 18])  # whose rows are a block each
+def test_expanded_destination_is_refused(tmp_path: Path, columns: int) -> None:
+    save(tmp_path, {"w": torch.arange(3.0 * columns).reshape(3, columns)})
+    into = {"w": torch.zeros(columns).expand(3, columns)}
+    with pytest.raises(CheckpointException, match="share their memory"):
         dcp.load(into, storage_reader=NvcompReader(tmp_path), no_dist=True)
 
 
