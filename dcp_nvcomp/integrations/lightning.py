@@ -15,7 +15,7 @@ from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.format.names import METADATA_NAME
 from dcp_nvcomp.integrations.installing import check_methods, install_here
 from dcp_nvcomp.saving.commit import FinishedSave, commit_checkpoint
 from dcp_nvcomp.storage.base import Filesystem
@@ -27,17 +27,27 @@ def _publish(filesystem: Filesystem, save: FinishedSave) -> None:
     """Commit a save, and let the `meta.pt` of the checkpoint that it replaces go before the new weights are there."""
     meta = filesystem.location(_META)  # of a local directory: Lightning makes a Path of it
     aside = f"{meta}.replaced"
+    before = _version(filesystem)
     was_there = os.path.exists(meta)
     if was_there:
         os.replace(meta, aside)
     try:
         commit_checkpoint(filesystem, save)
-    except CheckpointError as error:
-        if was_there and not error.outcome_unknown:  # the old checkpoint is as it was
+    except BaseException:  # an interrupt, too
+        if was_there and _version(filesystem) == before:  # the old checkpoint is as it was
             os.replace(aside, meta)
         raise
     with contextlib.suppress(FileNotFoundError):
         os.remove(aside)
+
+
+def _version(filesystem: Filesystem) -> tuple[int, int] | None:
+    """Return what differs for each `.metadata` that is published; None if there is none."""
+    try:
+        found = os.stat(filesystem.location(METADATA_NAME))
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 class _Installing:

@@ -165,17 +165,23 @@ class SaveSequence:
     def begin(self, save: Callable[[dist.ProcessGroup | None], Metadata], staging: Staging, call: Call) -> UploadFuture:
         upload, now = UploadFuture(), time.monotonic()
         earlier = [upload for upload, _ in self._latest]
-        for _, before in self._latest:  # the next save is there, so the earlier ones are late
-            before.hurry()
+        for _, other in self._latest:  # the next save is there, so the earlier ones are late
+            other.hurry()
         if self._began_seconds is not None:  # as far apart as the last two, the next one is expected
             staging.within_seconds = min(staging.within_seconds or math.inf, now - self._began_seconds)
         self._began_seconds = now
         self._count += 1
-        self._latest = [*self._latest, (upload, staging)][-_AT_ONCE:]
         # not a daemon: the interpreter waits for it before it exits
-        threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(self._count, call, save, staging, upload, earlier), name="dcp-async-save"
-        ).start()
+        )
+        before, self._latest = self._latest, [*self._latest, (upload, staging)][-_AT_ONCE:]
+        try:
+            thread.start()
+        except Exception as error:  # the system has no thread left: the next save must not wait for this one
+            self._latest = before
+            staging.failed(error)
+            raise
         return upload
 
     def _run(

@@ -59,7 +59,7 @@ class BackgroundProcess:
     """A process that encodes and writes. Any thread may call anything."""
 
     def __init__(self) -> None:
-        if not sys.executable:
+        if not sys.executable or getattr(sys, "frozen", False):  # of a frozen program: it would train again
             raise OSError("this Python does not know its own executable")
         mine, theirs = socket.socketpair()
         try:
@@ -81,8 +81,12 @@ class BackgroundProcess:
         self._has_died = False
         self._is_retired = False
         self.start_failure: str | None = None  # why it did not come to work at all
-        threading.Thread(target=self._listen, name="dcp-background", daemon=True).start()
-        threading.Thread(target=self._watch, name="dcp-background", daemon=True).start()
+        try:
+            threading.Thread(target=self._listen, name="dcp-background", daemon=True).start()
+            threading.Thread(target=self._watch, name="dcp-background", daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def is_usable(self) -> bool:

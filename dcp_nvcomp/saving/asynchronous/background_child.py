@@ -106,6 +106,10 @@ class CannotRun(NamedTuple):
 Answer = Progress | Encoded | WrittenFiles | Failed | CannotRun
 
 
+class _TrainingIsGone(ConnectionError):
+    """Training's process has ended; other connections may break too, of a codec chooser that asks a service, say."""
+
+
 class Child:
     def __init__(self, connection: Connection, descriptors: socket.socket) -> None:
         self._connection, self._descriptors = connection, descriptors
@@ -130,8 +134,11 @@ class Child:
         threading.Thread(target=self._run, args=(message, segment), name="dcp-background", daemon=True).start()
 
     def _send(self, message: Ready | Answer) -> None:
-        with self._sending:
-            self._connection.send(message)
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except ConnectionError as error:
+            raise _TrainingIsGone from error
 
     def _run(self, task: WriteTask, segment: SharedSegment) -> None:
         try:
@@ -144,7 +151,7 @@ class Child:
                 self._send(CannotRun(task.number, f"{type(error).__name__}: {error}"))
                 return
             self._send(self._written(task, part, segment))
-        except ConnectionError:  # training is gone
+        except _TrainingIsGone:
             return
         except BaseException as error:
             self._send(Failed(task.number, _picklable(error)))

@@ -329,7 +329,7 @@ class CopiedWrite:
         if not self._process.is_usable:
             try:
                 self._process = self._start()
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # no more threads, say
                 raise BackgroundCannotRun(str(error)) from error
         return self._process
 

@@ -345,6 +345,24 @@ def test_staging_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_the_next_one_works(tmp_path)
 
 
+def test_the_system_has_no_thread_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save must not wait for one that never began."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "dcp-async-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    begin(large_state(), tmp_path / "first").upload_completion.result(PATIENCE_SECONDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            begin(large_state(), tmp_path / "second")
+    assert process_state().stores.budget._in_use_nbytes == 0
+    assert_the_next_one_works(tmp_path / "third")
+
+
 def test_planning_fails(tmp_path: Path) -> None:
     saving = begin(large_state(), tmp_path, planner=FailingSavePlanner("create_local_plan"))
     for future in (saving.staging_completion, saving.upload_completion):
