@@ -35,6 +35,7 @@ from dcp_nvcomp.conversion.entries import ObjectEntry, Source, TensorEntry, path
 from dcp_nvcomp.errors import CheckpointExistsError
 from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.metadata.paths import has_keys, paths_of, paths_to_store
+from dcp_nvcomp.format.metadata.roots import may_be_named
 from dcp_nvcomp.format.metadata.shares import end_removal
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
@@ -155,6 +156,7 @@ def _tensor_items(entry: TensorEntry) -> list[WriteItem]:
 _WRITING_NBYTES = 48 << 20
 _UPLOAD_NBYTES = 16 << 20
 _STOCK_FILE_NBYTES = 64 << 20
+_FAILED = "a failed conversion"
 
 
 def is_name_of_checkpoint(name: str) -> bool:
@@ -200,10 +202,14 @@ def write_dcp(path: str, planner: ConvertingPlanner, *, overwrite: bool, storage
                     for name in save.names:
                         _upload(filesystem, Path(directory) / name)
                 end_removal(filesystem)
-                filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
+        except BaseException:
+            remove_files(filesystem, save.names, _FAILED)
+            raise
+        try:
+            filesystem.publish(METADATA_NAME, data, overwrite=overwrite)
         except BaseException as error:
-            if not getattr(error, "outcome_unknown", False):
-                remove_files(filesystem, save.names, "a failed conversion")
+            if not may_be_named(filesystem, save.names, error):
+                remove_files(filesystem, save.names, _FAILED)
             raise
         remove_unneeded(filesystem, replaced - {METADATA_NAME}, "the replaced checkpoint")
     finally:

@@ -8,6 +8,7 @@ the same one, with the id that it had.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -27,7 +28,7 @@ from dcp_nvcomp.format.data_file import DataFileRef, encoded_run, read_footer
 from dcp_nvcomp.format.footer import FileIdentity, Footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
-from dcp_nvcomp.format.metadata.roots import Root, read_current
+from dcp_nvcomp.format.metadata.roots import Root, may_be_named, read_current
 from dcp_nvcomp.format.metadata.shards import StoredAt
 from dcp_nvcomp.format.metadata.shares import is_being_removed, remove_marks
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
@@ -42,6 +43,7 @@ from dcp_nvcomp.storage.open import real_place
 from dcp_nvcomp.version import VERSION
 
 _READ_NBYTES: Final = 8 << 20
+_NOT_WHOLE: Final = "a checkpoint that could not be made whole"
 
 _Places = dict[DataFileRef, list[tuple[MetadataIndex, int]]]  # of the files that are shared
 
@@ -119,11 +121,10 @@ def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, A
                 _copied(filesystem, file, records, root, number, file_id, names)
                 for number, (file, records) in enumerate(shared.items())
             ]
-            data = _publish(filesystem, root, written)
         except BaseException:
-            if not _is_published(filesystem, names):
-                remove_files(filesystem, names, "a checkpoint that could not be made whole")
+            remove_files(filesystem, names, _NOT_WHOLE)
             raise
+        data = _publish(filesystem, root, written)
         if filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES) == data:  # else another save has some
             remove_marks(filesystem, posixpath.basename(real_place(path)), directories)
         return Consolidation(
@@ -220,17 +221,31 @@ def _publish(filesystem: Filesystem, root: Root, written: Sequence[WrittenFile])
     metadata = dataclasses.replace(root.metadata, storage_data=places)
     summary = _summary(root, sum(file.file.nbytes for file in written))
     data = metadata_to_publish(metadata, path=filesystem.location(METADATA_NAME), summary=summary)
-    # another save may have replaced it since, or a run may be removing it
-    now = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
-    if now != root.data or is_being_removed(filesystem):
-        raise CheckpointReplacedError(
-            "The checkpoint was replaced, or is being removed, while it was made whole: nothing has changed in it.",
-            path=filesystem.path,
-        )
+    names = [file.file.name for file in written]
+    try:
+        # another save may have replaced it since, or a run may be removing it
+        now = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
+        if now != root.data or is_being_removed(filesystem):
+            raise CheckpointReplacedError(
+                "The checkpoint was replaced, or is being removed, while it was made whole: nothing has changed in it.",
+                path=filesystem.path,
+            )
+    except BaseException:
+        remove_files(filesystem, names, _NOT_WHOLE)
+        raise
     copy = copy_name_of(root.save_id)
-    if copy is not None:
-        filesystem.publish(copy, data)
-    filesystem.publish(METADATA_NAME, data)
+    try:
+        if copy is not None:
+            filesystem.publish(copy, data)
+        filesystem.publish(METADATA_NAME, data)
+    except BaseException as error:
+        # what may be named stays, for `clean`; and so does what the copy names, if it can't be made what it was
+        if not may_be_named(filesystem, names, error):
+            with contextlib.suppress(CheckpointError):
+                if copy is not None:
+                    filesystem.publish(copy, root.data)
+                remove_files(filesystem, names, _NOT_WHOLE)
+        raise
     return data
 
 
@@ -239,11 +254,3 @@ def _summary(root: Root, more_nbytes: int) -> Summary | None:
     if found is None:
         return None
     return dataclasses.replace(found, stored_nbytes=found.stored_nbytes + more_nbytes).sharing_with((), 0)
-
-
-def _is_published(filesystem: Filesystem, names: Sequence[str]) -> bool:
-    """Return whether `.metadata` names these files, or may do so."""
-    try:
-        return bool(read_current(filesystem).files().keys() & set(names))
-    except CheckpointError:
-        return True

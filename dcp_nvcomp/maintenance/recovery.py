@@ -25,13 +25,14 @@ from dcp_nvcomp.errors import (
     CheckpointNotFoundError,
     ConcurrentSaveError,
     ConfigurationError,
+    FormatError,
     StorageError,
     UnsafeMetadataError,
     UnsafePathError,
 )
 from dcp_nvcomp.format.data_file import DataFileRef, read_footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
-from dcp_nvcomp.format.metadata.roots import Root, read_root, read_whole_temporary
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root, read_whole_temporary
 from dcp_nvcomp.format.metadata.shares import end_removal, leave_marks
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
@@ -44,11 +45,14 @@ from dcp_nvcomp.format.recognition import refused
 from dcp_nvcomp.maintenance.opening import document, opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem
 from dcp_nvcomp.storage.open import real_place
+from dcp_nvcomp.storage.reread import is_stored
 
 RECOVERED = "recovered"
 INTACT = "intact"
 AMBIGUOUS = "ambiguous"
 IMPOSSIBLE = "impossible"
+
+_NOTHING = "There is nothing to recover."
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Candidate:
     keys: int  # number of its keys; 0 if it can't be read
     nbytes: int  # size of its data files together
     problems: tuple[str, ...]  # what is missing or corrupt; empty if it is complete
+    is_unread: bool = False  # True if the storage failed while it was looked at: it may be complete all the same
 
     @property
     def is_complete(self) -> bool:
@@ -164,7 +169,7 @@ def _recover(filesystem: Filesystem, save_id: str | None) -> Recovery:
     current = _look_at_current(filesystem, [file.name for file in files])
     if current.is_good:
         if save_id is None or save_id == current.save_id:
-            return result(INTACT, current.save_id, f"{current.what} There is nothing to recover.")
+            return result(INTACT, current.save_id, f"{current.what} {_copy_again(filesystem, current)}")
         reason = f"{current.what} A good checkpoint is not replaced: move `.metadata` away first if it must be."
         return result(IMPOSSIBLE, current.save_id, reason)
     candidates += _candidates(filesystem, files, is_lost=current.data is None)
@@ -172,14 +177,36 @@ def _recover(filesystem: Filesystem, save_id: str | None) -> Recovery:
         raise refused(filesystem) or CheckpointNotFoundError(
             f"{current.what} There is no `__<save_id>.metadata` either to restore it from.", path=filesystem.path
         )
+    is_unread = any(one.is_unread for one in candidates)  # which may be complete too, and later
     complete = [one for one in candidates if one.is_complete and save_id in (None, one.save_id, one.name)]
     if not complete:
         which = "No save here is complete" if save_id is None else f"Save {save_id} is not here, or not complete"
         return result(IMPOSSIBLE, None, f"{current.what} {which}.")
-    if len(complete) > 1 or (current.must_be_named and save_id is None):
+    if len(complete) > 1 or ((current.must_be_named or is_unread) and save_id is None):
         return result(AMBIGUOUS, None, f"{current.what} Name the save to restore.")
     root = _publish(filesystem, complete[0].name, current)
     return result(RECOVERED, root.own_save_id, current.what)
+
+
+def _copy_again(filesystem: Filesystem, current: _Current) -> str:
+    """Publish the immutable copy of a good `.metadata` again, where it is lost or another; return a sentence on it."""
+    copy, data = copy_name_of(current.save_id), current.data
+    assert data is not None
+    if copy is None or None in read_root(filesystem, METADATA_NAME).files().values():
+        return _NOTHING
+    try:
+        if is_stored(lambda: filesystem.read_all(copy, limit_nbytes=len(data) + 1), data):
+            return _NOTHING
+    except FormatError:  # it is longer
+        pass
+    except StorageError as error:
+        if not is_missing(error):
+            return _NOTHING
+    try:
+        filesystem.publish(copy, data)
+    except StorageError as error:
+        return f"{copy}, from which it could be recovered, is not there as it should be, and can't be: {error.message}"
+    return f"{copy}, from which it can be recovered, was not there as it should be, and is again."
 
 
 def _look_at_current(filesystem: Filesystem, names: Sequence[str]) -> _Current:
@@ -196,7 +223,7 @@ def _look_at_current(filesystem: Filesystem, names: Sequence[str]) -> _Current:
         data = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
         what = f"`.metadata` can't be read: {error.message}"
         return _Current(False, isinstance(error, UnsafeMetadataError | UnsafePathError), what, data)
-    problems = _problems(filesystem, root)
+    problems, _ = _problems(filesystem, root)
     if problems:
         return _Current(False, True, f"`.metadata` can be read, but: {problems[0]}", root.data, root.save_id)
     return _Current(True, False, "`.metadata` can be read, and its files are there.", root.data, root.save_id)
@@ -220,10 +247,10 @@ def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str | None) -> C
         root = (read_whole_temporary if save_id is None else read_root)(filesystem, file.name)
     except CheckpointError as error:
         problem = f"{file.name} can't be read: {error.message}"
-        return Candidate(save_id or file.name, file.name, file.modified_seconds, 0, 0, (problem,))
+        return Candidate(save_id or file.name, file.name, file.modified_seconds, 0, 0, (problem,), _is_trouble(error))
     if root is None:
         return None
-    problems = _problems(filesystem, root)
+    problems, is_unread = _problems(filesystem, root)
     if save_id is not None and root.save_id != save_id:
         problems.insert(0, f"{file.name} is of another save, {root.save_id}.")
     return Candidate(
@@ -233,11 +260,18 @@ def _candidate(filesystem: Filesystem, file: FileInfo, save_id: str | None) -> C
         len(root.metadata.state_dict_metadata),
         sum(one.nbytes for one in root.files().values() if one is not None),
         tuple(problems),
+        is_unread,
     )
 
 
-def _problems(filesystem: Filesystem, root: Root) -> list[str]:
-    """Return what is wrong with the files that a metadata file names."""
+def _is_trouble(error: CheckpointError) -> bool:
+    """Return True if the storage is at fault, and not what it holds."""
+    return isinstance(error, StorageError) and not is_missing(error)
+
+
+def _problems(filesystem: Filesystem, root: Root) -> tuple[list[str], bool]:
+    """Return what is wrong with the files that a metadata file names, and True if the storage failed."""
+    trouble: list[CheckpointError] = []
 
     def problem(item: tuple[str, DataFileRef | None]) -> str | None:
         name, file = item
@@ -247,10 +281,12 @@ def _problems(filesystem: Filesystem, root: Root) -> list[str]:
             elif filesystem.file_nbytes(name) is None:
                 return f"{name} is missing."
         except CheckpointError as error:
+            trouble.extend([error] if _is_trouble(error) else [])
             return f"{name}: {error.message}"
         return None
 
-    return [found for found in filesystem.map(problem, sorted(root.files().items())) if found is not None]
+    found = filesystem.map(problem, sorted(root.files().items()))
+    return [one for one in found if one is not None], bool(trouble)
 
 
 def _publish(filesystem: Filesystem, name: str, current: _Current) -> Root:

@@ -30,7 +30,7 @@ from dcp_nvcomp.errors import (
 )
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.rank_metadata import merge_rank_metadata
-from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_current, read_roots
+from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_current, read_root, read_roots
 from dcp_nvcomp.format.metadata.shards import StockItem, StoredAt
 from dcp_nvcomp.format.names import (
     METADATA_NAME,
@@ -276,19 +276,33 @@ def _check_copies(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding
     copy = copy_name_of(root.save_id)
     if copy is None:
         return [Finding(WARNING, f"`.metadata` names a save {root.save_id!r}, which is not a save id.", root.name)]
+    unread: CheckpointError | None = None
     try:
         if is_stored(lambda: filesystem.read_all(copy, limit_nbytes=len(root.data) + 1), root.data):
             return []
-        data = filesystem.read_all(copy, limit_nbytes=len(root.data) + 1)
     except CheckpointError as error:
         if is_missing(error):
-            what = "The immutable copy of `.metadata` is missing, so `recover` could not bring this checkpoint back."
+            what = "The immutable copy of `.metadata` is missing: `dcp-nvcomp recover` writes it again."
             return [Finding(WARNING, what, copy)]
-        return [finding_of(error, copy)]
+        unread = error
+    if _is_of_save(filesystem, copy, root.save_id):
+        what = "It is sound, but not the copy of `.metadata`: `dcp-nvcomp recover` writes it again."
+        return [Finding(WARNING, what, copy)]
+    if unread is not None:
+        return [finding_of(unread, copy)]
+    data = filesystem.read_all(copy, limit_nbytes=len(root.data) + 1)
     pairs = enumerate(zip(data, root.data, strict=False))
     at = next((at for at, (one, other) in pairs if one != other), min(len(data), len(root.data)))
     what = "It differs from `.metadata` from here on; the two were written with the same bytes, so one is corrupt."
     return [Finding(ERROR, what, copy, (), (at, at + 1))]
+
+
+def _is_of_save(filesystem: Filesystem, copy: str, save_id: str | None) -> bool:
+    """Return True if a copy can be read and is of this save, as a `consolidate` leaves it that was cut short."""
+    try:
+        return read_root(filesystem, copy).save_id == save_id
+    except CheckpointError:
+        return False
 
 
 def _check_marks(filesystem: Filesystem, roots: Sequence[Root]) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 import shutil
@@ -349,6 +350,45 @@ def test_trouble_with_the_storage_is_not_damage(path: Path, monkeypatch: pytest.
     with pytest.raises(StorageError, match="network is down"):
         tools.recover(path)
     assert contents(path) == before
+
+
+def test_a_save_that_could_not_be_read_is_not_passed_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The storage fails in passing while the newest of two complete saves is looked at."""
+    stats = save_model(path, seed=1)
+    older, _ = leave_save(path, seed=2)
+    make_old(path / f"__{older}.metadata", days=365)
+    (path / ".metadata").unlink()
+    read = PosixFilesystem.read
+
+    def failing(self: PosixFilesystem, name: str, start: int, stop: int) -> bytes:
+        if stats.save_id in name:
+            raise StorageError("connection reset", path=name, errno=errno.ECONNRESET)
+        return read(self, name, start, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixFilesystem, "read", failing)
+        found = tools.recover(path)
+    assert found.outcome == AMBIGUOUS and [one.is_unread for one in found.candidates] == [True, False]
+    assert not (path / ".metadata").exists()
+    assert tools.recover(path, save_id=older).outcome == RECOVERED
+
+
+def test_the_copy_of_a_good_checkpoint_is_written_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = path / f"__{save_model(path, seed=1).save_id}.metadata"
+    before = copy.read_bytes()
+    for left in (None, before[:-1], before + b"x"):
+        copy.unlink() if left is None else copy.write_bytes(left)
+        with monkeypatch.context() as patch:
+            patch.setattr(PosixFilesystem, "publish", _read_only)
+            assert "can't be: read-only" in tools.recover(path).reason
+        found = tools.recover(path)
+        assert found.outcome == INTACT and f"{copy.name}, from which" in found.reason
+        assert copy.read_bytes() == before
+    assert tools.recover(path).reason.endswith("There is nothing to recover.")
+
+
+def _read_only(self: PosixFilesystem, name: str, data: bytes, **options: Any) -> None:
+    raise StorageError("read-only", path=name, errno=errno.EROFS)
 
 
 @pytest.mark.parametrize("lost", [True, False])

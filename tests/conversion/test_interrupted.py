@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from safetensors.torch import save as to_safetensors
 
 from dcp_nvcomp import convert, errors, open_checkpoint, save, tools
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.checkpoints import file_names, save_stock
+from tests.states import assert_same
 
 KEYS = "abc"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -174,6 +176,26 @@ def test_what_a_killed_conversion_to_stock_dcp_left_can_be_cleaned(
 
 
 # --- the source itself ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_an_interrupt_while_stock_dcp_s_metadata_is_published(
+    steps: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_published: bool
+) -> None:
+    """How far the storage got is not known: what may be named stays."""
+    publish = PosixFilesystem.publish
+
+    def interrupted(self: PosixFilesystem, name: str, data: bytes, **options: Any) -> None:
+        if is_published:
+            publish(self, name, data, **options)
+        raise Stop
+
+    monkeypatch.setattr(PosixFilesystem, "publish", interrupted)
+    with pytest.raises(Stop):
+        convert(steps[0], tmp_path / "stock", to="dcp")
+    assert any(name.endswith(".distcp") for name in file_names(tmp_path / "stock"))
+    if is_published:
+        assert_same(dict(open_checkpoint(tmp_path / "stock").stream()), dict(open_checkpoint(steps[0]).stream()))
 
 
 def test_a_source_is_not_written_over(tmp_path: Path) -> None:

@@ -129,4 +129,4 @@ class TestOneDirectoryForManySaves:
             patch.setattr(PosixFilesystem, "publish", failing)
             with pytest.raises((Killed, CheckpointException)):
                 strategy.save_checkpoint(checkpoint(2), tmp_path)
-        assert what_is_there(tmp_path) == (1, None if isinstance(error, Killed) else 1)
+        assert what_is_there(tmp_path) == (1, 1)

@@ -500,6 +500,47 @@ def test_what_is_made_whole_is_what_it_was(tmp_path: Path, monkeypatch: Any, wha
     assert tools.verify(tmp_path / "b").is_sound
 
 
+@pytest.mark.parametrize("how", ["refused", "unknown", "interrupted", "interrupted, and published"])
+def test_made_whole_in_vain(tmp_path: Path, monkeypatch: Any, how: str) -> None:
+    """What `.metadata` names, or may name soon, is there, and the copy from which it could be recovered is sound."""
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    state["head"] += 1
+    _save(state, tmp_path / "b", tmp_path / "a")
+    before, publish = set(os.listdir(tmp_path / "b")), PosixFilesystem.publish
+    late: list[Any] = []
+
+    def failing(self: Any, name: str, data: bytes, **options: Any) -> None:
+        if name != METADATA_NAME:
+            return publish(self, name, data, **options)
+        if how.endswith("published"):
+            publish(self, name, data, **options)
+        if how.startswith("interrupted"):
+            raise KeyboardInterrupt
+        error = StorageError("no answer", path=name, errno=errno.ENOSPC if how == "refused" else errno.ETIMEDOUT)
+        error.outcome_unknown = how == "unknown"
+        late.append((self, name, data))
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixFilesystem, "publish", failing)
+        with pytest.raises((StorageError, KeyboardInterrupt)):
+            tools.consolidate(tmp_path / "b")
+    assert (set(os.listdir(tmp_path / "b")) == before) == (how == "refused")
+    assert_loads(tmp_path / "b", state)
+    found = tools.verify(tmp_path / "b")
+    assert found.is_sound and bool(found.findings) == (how in ("unknown", "interrupted"))
+    if how == "unknown":
+        publish(*late[0])
+        assert_loads(tmp_path / "b", state)
+        assert tools.verify(tmp_path / "b").findings == ()
+    assert tools.recover(tmp_path / "b").outcome == "intact"
+    assert tools.verify(tmp_path / "b").findings == ()
+    (tmp_path / "b" / METADATA_NAME).unlink()
+    assert tools.recover(tmp_path / "b").outcome == "recovered"
+    assert_loads(tmp_path / "b", state)
+
+
 def test_verify_warns_of_a_copy(tmp_path: Path) -> None:
     _save(_state(), tmp_path / "a", ())
     _save(_state(), tmp_path / "b", tmp_path / "a")

@@ -174,3 +174,21 @@ def nothing_there(filesystem: Filesystem, names: Iterable[str]) -> CheckpointNot
         "There is no checkpoint here: no `.metadata` was found. `dcp-nvcomp ls` lists those below a directory.",
         path=filesystem.path,
     )
+
+
+def may_be_named(filesystem: Filesystem, names: Iterable[str], error: BaseException) -> bool:
+    """Return whether `.metadata` names one of these files, or may do so yet, although publishing it has failed.
+
+    Args:
+        filesystem: the checkpoint's.
+        names: the files that it was to name.
+        error: what was raised. After an interrupt it is not known how far the storage got.
+    """
+    if not isinstance(error, CheckpointError) or error.outcome_unknown:
+        return True
+    try:
+        if filesystem.file_nbytes(METADATA_NAME) is None:
+            return False
+        return bool(read_current(filesystem).files().keys() & set(names))
+    except CheckpointError:
+        return True
