@@ -48,6 +48,7 @@ class PlannedFile:
 
     name: str
     items: tuple[WriteItem, ...]
+    replaces: bool = False  # True if a file may have the name, which stays until this one is complete, or if it fails
 
 
 def planned_nbytes(item: WriteItem) -> int:

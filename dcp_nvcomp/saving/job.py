@@ -263,9 +263,10 @@ class SaveJob:
 
     def _handle(self, message: PlannedFile | Task | _EndOfFile, output: DataFileWriter | None) -> DataFileWriter | None:
         if isinstance(message, PlannedFile):
-            stream = self._filesystem.open_output(message.name)
-            opened = DataFileWriter(stream, message.name, self._identity, self._progress)
-            self._opened.append(message.name)  # only now: a file that could not be created is not ours
+            opens = self._filesystem.open_replacement if message.replaces else self._filesystem.open_output
+            opened = DataFileWriter(opens(message.name), message.name, self._identity, self._progress)
+            if not message.replaces:
+                self._opened.append(message.name)  # only now: a file that could not be created is not ours
             return opened
         assert output is not None
         if isinstance(message, Task):

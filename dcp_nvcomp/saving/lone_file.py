@@ -13,13 +13,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_nvcomp.engines.choice import EngineChoice
-from dcp_nvcomp.errors import CheckpointExistsError, StorageError
+from dcp_nvcomp.errors import CheckpointExistsError
 from dcp_nvcomp.options import parent_and_name
 from dcp_nvcomp.saving.data_files import PlannedFile
 from dcp_nvcomp.saving.process_state import process_state
 from dcp_nvcomp.saving.rank_save import RankSave
 from dcp_nvcomp.saving.writer import NvcompWriter
-from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import place_of
 
 
@@ -55,19 +54,12 @@ def write_file(
         filesystem.create_directory()
         if not overwrite and filesystem.file_nbytes(name) is not None:
             raise CheckpointExistsError("There is such a file already.", path=filesystem.location(name))
-        written = f".{name}.{part.save_id}.tmp" if isinstance(filesystem, PosixFilesystem) else name
 
         def resolve(item: WriteItem) -> torch.Tensor | io.BytesIO:
             return io.BytesIO(last()) if item.tensor_data is None else tensors[item.index.fqn].detach()
 
-        lanes = [[PlannedFile(written, tuple(items))]]
+        lanes = [[PlannedFile(name, tuple(items), replaces=True)]]
         part.run(resolve, engine=engine, remembered=process_state().choices, filesystem=filesystem, lanes=lanes)
-        if isinstance(filesystem, PosixFilesystem):
-            try:
-                filesystem.rename(written, name)
-            except StorageError:
-                filesystem.remove([written])
-                raise
 
 
 def _item_to_write(key: str, tensor: torch.Tensor) -> WriteItem:

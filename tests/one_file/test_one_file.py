@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from dcp_nvcomp import errors, load_compressed_checkpoint, save, save_compressed_checkpoint
+from dcp_nvcomp.streams.writer import StreamWriter
 from tests.checkpoints import data_file, flip
 from tests.conftest import S3Store
 from tests.faults.disk_model import Recorder, crash_states, make_tree, read_tree
@@ -192,8 +194,30 @@ def test_other_files(tmp_path: Path) -> None:
         load_compressed_checkpoint(f"{tmp_path}/")
 
 
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("on purpose")
+
+
+def assert_a_failed_save_leaves_the_old_file(path: str, **options: Any) -> None:
+    save_compressed_checkpoint({"w": torch.ones(3)}, path, **options)
+    large = torch.zeros(3 << 20)
+    with pytest.raises(errors.CheckpointError):
+        save_compressed_checkpoint({"w": large, "object": Unpicklable()}, path, **options)
+    with pytest.raises(RuntimeError, match="on purpose"), StreamWriter(path, **options) as stream:
+        torch.save({"w": large, "object": Unpicklable()}, stream)
+    assert torch.equal(load_compressed_checkpoint(path, **options)["w"], torch.ones(3))
+    save_compressed_checkpoint({"w": torch.zeros(3)}, path, **options)
+    assert torch.equal(load_compressed_checkpoint(path, **options)["w"], torch.zeros(3))
+
+
+def test_a_failed_save_in_memory_leaves_the_old_file() -> None:
+    assert_a_failed_save_leaves_the_old_file(f"memory://{uuid.uuid4().hex}/state.nvc")
+
+
 @pytest.mark.s3
 def test_on_s3(s3_store: S3Store) -> None:
     url, options = s3_store
+    assert_a_failed_save_leaves_the_old_file(f"{url}/other.nvc", **options)
     save_compressed_checkpoint(state(), f"{url}/state.nvc", **options)
     assert_same(load_compressed_checkpoint(f"{url}/state.nvc", **options), state())

@@ -191,14 +191,6 @@ class PosixFilesystem(Filesystem):
             self._sync_parents()
         return PosixReplacement(final, temporary_name(final), self.location(name), sync_files=self._sync_files)
 
-    def rename(self, name: str, new_name: str) -> None:
-        """Give a complete file another name, which it takes from the file that has it."""
-        final = self._full(new_name)
-        with storage_errors("write", self.location(new_name), may_be_done=True):
-            self._sync_parents()
-            os.rename(self._full(name), final)
-            sync_directory(os.path.dirname(final))
-
     def publish(self, name: str, data: bytes, *, overwrite: bool = True) -> None:
         final = self._full(name)
         temporary = temporary_name(final)
