@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from dcp_nvcomp.calls.tables import Shown, counted
 from dcp_nvcomp.codecs.base import checksum
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.tensors import dtype_name
-from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError
+from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError, FormatError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, block_row, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
@@ -62,8 +63,22 @@ class Finding:
         return values
 
 
+# It does not answer, or does not let us in. Others, such as EIO of a disk, may be of one file.
+_OF_THE_STORAGE: Final = frozenset(
+    [
+        *(errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE),
+        *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EACCES, errno.EPERM),
+    ]
+)
+
+
 def finding_of(error: CheckpointError, file: str | None, fqns: tuple[str, ...] = ()) -> Finding:
-    """The finding that an error is."""
+    """Return the finding that an error is; raise it if the storage is at fault, which says nothing of the checkpoint.
+
+    It would be so for each block, after the time limit of each: for months, and then the checkpoint were damaged.
+    """
+    if isinstance(error, StorageError) and error.errno in _OF_THE_STORAGE:
+        raise error
     return Finding(ERROR, error.message, file, fqns or ((error.fqn,) if error.fqn else ()), error.byte_range)
 
 

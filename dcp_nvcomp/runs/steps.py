@@ -21,6 +21,7 @@ from dcp_nvcomp.format.names import (
     is_stock_data_file,
     marking_directory,
     own_file,
+    own_upload,
     rank_of_metadata_name,
 )
 from dcp_nvcomp.maintenance.completeness import Seen, read_seen
@@ -131,7 +132,7 @@ def remove_step(filesystem: Filesystem, is_wanted: Callable[[], bool] = lambda: 
     """Remove a checkpoint and what saves left beside it; other files stay, and then the directory does too."""
     filesystem.refuse_link()
     names = filesystem.list_names()
-    uploads = filesystem.list_uploads()
+    uploads = [upload for upload in filesystem.list_uploads() if own_upload(upload.name) is not None]
     if not names and not uploads:
         filesystem.remove_directory()
         return True

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, Final
 
 from fsspec.asyn import AsyncFileSystem
@@ -34,6 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 _PUT_BACK_ATTEMPTS = 3
+
+
+def _finds_by_itself(fs: Any) -> bool:
+    """Return True if the client has a listing of its own for all that is below a folder, as those of stores do."""
+    return isinstance(fs, AsyncFileSystem) and type(fs)._find is not AsyncFileSystem._find
 
 
 class FsspecFilesystem(RemoteFilesystem):
@@ -300,9 +306,30 @@ class FsspecFilesystem(RemoteFilesystem):
         return str(item["name"]).removeprefix(f"{self._root}/")
 
     def list_below(self) -> RecursiveListing:
+        if not _finds_by_itself(self._fs):
+            return self._walked()
         with self._errors("list", self.path):
             found = self._found(lambda: self._fs.find(self._root, detail=True)) or {}
         return RecursiveListing([self._info({**info, "name": path}) for path, info in found.items()], [], {})
+
+    def _walked(self) -> RecursiveListing:
+        """Look into one folder after the other: fsspec's own `find` leaves out those that it fails to list."""
+        files, failed, folders = list[FileInfo](), dict[str, StorageError](), [self._root]
+        while folders:
+            folder = folders.pop()
+            try:
+                with self._errors("list", self.path), contextlib.suppress(NotADirectoryError):
+                    for item in self._found(partial(self._fs.ls, folder, detail=True)) or ():
+                        name = item["name"].rstrip("/")
+                        if item["type"] != "directory":
+                            files.append(self._info(item))
+                        elif name != folder:  # which some list too
+                            folders.append(name)
+            except StorageError as error:
+                if folder == self._root:
+                    raise
+                failed[self._name({"name": folder})] = error
+        return RecursiveListing(files, [], failed)
 
     def now_seconds(self) -> float:
         with self._errors("ask for the time", self.path):

@@ -18,7 +18,7 @@ import fsspec.config
 from dcp_nvcomp.calls.suggestions import advice_for, unknown_option
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.options import DEADLINE_OPTION, DEADLINE_SECONDS, check_seconds, not_a_path
-from dcp_nvcomp.redaction import Redactor
+from dcp_nvcomp.redaction import Redactor, without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.file_servers.filesystem import open_file_server
 from dcp_nvcomp.storage.file_servers.urls import FILE_SERVERS, SMB, file_server_url
@@ -84,8 +84,19 @@ def open_filesystem(
         "known_options": known_options,
     }
     filesystem = _open(path, **options)
-    filesystem.reopen = functools.partial(open_filesystem, **options)
+    text = _in_lower_case(without_mark(os.fspath(path)))
+    filesystem.reopen = lambda other: open_filesystem(_with_secrets(text, other), **options)
     return filesystem
+
+
+def _with_secrets(path: str, other: str) -> str:
+    """Return another path; one above `path` with the password that the latter has, and messages hide in both.
+
+    Else the storage would be asked with the wrong one: after some of these, servers lock users out.
+    """
+    shown = without_secrets(path)
+    rest = shown.removeprefix(other)
+    return path.removesuffix(rest) if shown.startswith(other) and path.endswith(rest) else other
 
 
 def _open(

@@ -333,6 +333,22 @@ def test_a_block_that_can_not_be_read(saved: Path, monkeypatch: pytest.MonkeyPat
     assert finding.byte_range[0] == 16
 
 
+def test_a_storage_that_does_not_answer(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of the checkpoint then; and each block would take as long as the storage is given."""
+    real, asked = PosixFilesystem.read, list[str]()
+
+    def read(self: PosixFilesystem, name: str, start: int, stop: int) -> bytes:
+        if start >= 16 and name.endswith(".distcp"):
+            asked.append(name)
+            raise StorageError("no answer", errno=errno.ETIMEDOUT)
+        return real(self, name, start, stop)
+
+    monkeypatch.setattr(PosixFilesystem, "read", read)
+    with pytest.raises(StorageError, match="no answer"):
+        tools.verify(saved, thread_count=1)
+    assert len(asked) <= 4
+
+
 def test_replaced_meanwhile(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(shutil.copytree(saved, tmp_path / "c"))
     real = PosixFilesystem.read

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
+import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -289,3 +291,14 @@ def test_one_of_two_processes_wins(tmp_path: Path, tmp_path_factory: pytest.Temp
     for me, numbers in zip("ab", won, strict=True):
         for number in numbers:
             assert filesystem.read_all(f"file-{number}", limit_nbytes=1000) == me.encode() * 1000
+
+
+def test_the_time_of_a_disk_without_inodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`clean` is to make room there, and asks for it."""
+
+    def full(**_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    os.utime(tmp_path, (1.0, 1.0))
+    assert abs(open_filesystem(tmp_path).now_seconds() - time.time()) < 60

@@ -14,6 +14,7 @@ from azure.storage.blob import AccountSasPermissions, ResourceTypes, generate_ac
 
 from dcp_nvcomp.errors import ConfigurationError
 from dcp_nvcomp.storage.file_servers.urls import sftp_place, smb_place
+from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.objects.azure import azure_place
 from dcp_nvcomp.storage.objects.gcs import gcs_place
@@ -292,6 +293,18 @@ def test_no_agent_and_no_configuration() -> None:
     client = sftp_place("sftp://host/run", {"agent_path": None, "config": None, "password": None}).client
     assert client["agent_path"] is None and client["config"] is None and "password" not in client
     assert not {"agent_path", "config"} & sftp_place("sftp://host/run", {}).client.keys()
+
+
+@pytest.mark.parametrize("mark", ["", "dcpz+"])
+def test_another_place_is_asked_with_the_same_password(mark: str) -> None:
+    """Messages say `***` for it, which is a wrong one: after some of these, servers lock users out."""
+    filesystem = open_filesystem(f"{mark}plain-login://user:right-word@host/run/step-1")
+    assert isinstance(filesystem, FsspecFilesystem) and filesystem.reopen is not None
+    above = filesystem.path.removesuffix("/step-1")
+    for path, word in ((above, "right-word"), (filesystem.path, "right-word"), ("plain-login://u:own@other/x", "own")):
+        other = filesystem.reopen(path)
+        assert isinstance(other, FsspecFilesystem) and other._fs.password == word
+    assert "right-word" not in filesystem.path
 
 
 def test_no_secret_in_a_repr() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -248,3 +249,30 @@ def test_what_is_gone_was_removed_whatever_the_client_says(tmp_path: Path) -> No
         filesystem.remove(["missing"])
         with pytest.raises(StorageError, match="550"):
             filesystem.remove(["kept"])
+
+
+@pytest.mark.parametrize("chain", ["", "simplecache::"])
+def test_a_folder_that_is_not_listed_is_not_passed_over(chain: str, tmp_path: Path) -> None:
+    """Fsspec leaves it out: a run would have no steps, and begin anew over those that it has."""
+    for name in ("step-1/a", "step-2/deep/b", "c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    filesystem = open_filesystem(f"{chain}plain://{tmp_path}")
+    failing = ""
+
+    def hook(name: str, call: Any, *arguments: Any) -> Any:
+        if name == "ls" and str(arguments[0]).rstrip("/") == f"{tmp_path}{failing}":
+            raise OSError(errno.EIO, "connection reset")
+        return carry_out(name, call, *arguments)
+
+    with hooked(hook):
+        with pytest.raises(StorageError, match="connection reset"):
+            filesystem.list_below()
+        for failing, left in (("/step-1", ["c", "step-2/deep/b"]), ("/step-2/deep", ["c", "step-1/a"])):
+            below = filesystem.list_below()
+            assert sorted(file.name for file in below.files) == left
+            assert [*below.failed] == [failing[1:]] and "connection reset" in str(below.failed[failing[1:]])
+        failing = "/none"
+        assert not filesystem.list_below().failed
+    shutil.rmtree(tmp_path)
+    assert filesystem.list_below().files == []

@@ -376,6 +376,9 @@ class PosixFilesystem(Filesystem):
                 with tempfile.TemporaryFile(dir=self._root) as file:
                     return os.fstat(file.fileno()).st_mtime
             except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):  # no inode is left, which `clean` is to change
+                    os.utime(self._root)
+                    return os.stat(self._root).st_mtime
                 if error.errno not in (errno.EROFS, errno.EACCES):
                     raise
                 return time.time()  # nothing depends on the clock of a reader that may not write
