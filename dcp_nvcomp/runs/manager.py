@@ -379,8 +379,10 @@ class CheckpointManager:
         """
         if self._is_closed:
             return
-        self._signals.close()
-        self._pipeline.wait()  # if that is interrupted, the manager can be closed again
+        try:
+            self._pipeline.wait()  # if that is interrupted, the manager can be closed again
+        finally:
+            self._signals.close()  # not before: a signal that is repeated would end the process, and the last save
         self._is_closed = True
         self._release()
         self._failures.raise_up_to(self._failures.newest)

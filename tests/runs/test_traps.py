@@ -312,6 +312,60 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
+TOLD_TWICE = """
+import os, signal, sys, threading, time, torch
+from dcp_nvcomp import CheckpointManager
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+publish = PosixFilesystem.publish
+
+def slow(filesystem, name, data, **options):
+    if name == ".metadata":
+        is_leaving.wait(60)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)  # of the agent of another node, or a scheduler that repeats it
+        time.sleep(0.3)
+    publish(filesystem, name, data, **options)
+
+PosixFilesystem.publish, is_leaving = slow, threading.Event()
+with CheckpointManager(sys.argv[1], every=1000) as manager:
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not manager.should_save(7):
+        pass
+    manager.save(7, {"w": torch.arange(9.0)})
+    is_leaving.set()
+print("closed", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.ci
+def test_a_second_signal_does_not_end_the_process_before_its_last_save_is_there(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    ended = subprocess.run([sys.executable, "-c", TOLD_TWICE, str(run)], check=False, timeout=120, capture_output=True)
+    assert ended.stdout == b"closed\n", ended.stderr
+    assert steps_in(run) == [7]
+    assert ended.returncode == -signal.SIGTERM  # the third one, which is no longer the manager's
+
+
+def test_signals_are_given_back_once_all_is_saved_and_if_that_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    meanwhile = []
+
+    def interrupted() -> None:
+        meanwhile.append(signal.getsignal(signal.SIGTERM))
+        raise KeyboardInterrupt
+
+    manager = CheckpointManager(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(manager._pipeline, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            manager.close()
+    assert meanwhile != [before] and signal.getsignal(signal.SIGTERM) == before
+    manager.close()
+
+
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 
