@@ -21,7 +21,7 @@ from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import Event, EventEmitter, RunReport, StepDelayed, StepRestored, StepSkipped
 from dcp_nvcomp.runs.options import REPLICAS, ForwardedOptions, RunContext, check_tiers, is_multiple, job_id
 from dcp_nvcomp.runs.replicas import Replicas
-from dcp_nvcomp.runs.restoring.restore import Restoring
+from dcp_nvcomp.runs.restoring.restore import Restoring, newest_of
 from dcp_nvcomp.runs.retention import Best, Keep, KeepRule, SavedStep
 from dcp_nvcomp.runs.step_save import RunProgress, StepSave
 from dcp_nvcomp.runs.steps import References, RunSteps, StepNames
@@ -163,12 +163,12 @@ class CheckpointManager:
         self._has_last_save, self._is_closed, self._made_up_for = False, False, 0
         try:
             there, lease_number = self._begin(run_id or job_id(), take_over, lease_seconds)
+            newest, where = newest_of(there, self._ranks, nodes, self._fast, self._durable)
             self._signals = SignalWatch(preemption_signals)
         except BaseException:
             self._release()
             raise
-        newest = max(there.complete, key=lambda saved: saved.step, default=None)
-        self._progress = RunProgress(newest, lease_number)
+        self._progress = RunProgress(newest, where, lease_number)
         self._agreement = Agreement(self._ranks, self._signals, self._failures, self._durable)
         emit = self._events.emit
         self._run = RunContext(
@@ -239,7 +239,7 @@ class CheckpointManager:
 
         Raises:
             ConfigurationError: the arguments can't work, or the step is older than one that this manager has restored
-                or saved; nothing was saved.
+                or saved, or not newer than one that it has found; nothing was saved.
             CheckpointError: an earlier save failed in the background, and this one was not made; on all ranks. With
                 `asynchronous=False` also: this one failed.
             RunInUseError: another manager has taken the run over.

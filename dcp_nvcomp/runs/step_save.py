@@ -194,8 +194,9 @@ class NodePublisher(StepPublisher):
 class RunProgress:
     """How far a run is, as its manager counts it. Steps only grow, so that a save pushes nothing out."""
 
-    def __init__(self, newest: SavedStep | None, lease: int) -> None:
+    def __init__(self, newest: SavedStep | None, where: TierName, lease: int) -> None:
         self.step = None if newest is None else newest.step
+        self._where = where
         self._is_unseen = True  # until a restore or a save
         self._saves, self._lease = 0, lease
         self.go_on_from(None if newest is None else newest.run_seconds)
@@ -233,8 +234,8 @@ class RunProgress:
             return
         if self._is_unseen:
             raise ConfigurationError(
-                f"Step {step} is not newer than step {self.step}, which this run has: call restore first, or save to "
-                "another root."
+                f"Step {step} is not newer than step {self.step}, which this run has"
+                f"{' in its fast tier' if self._where == 'fast' else ''}: call restore first, or save to another root."
             )
         raise ConfigurationError(
             f"Step {step} is older than step {self.step}, which this manager has restored or saved: steps only grow. "

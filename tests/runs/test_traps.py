@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,29 @@ def test_a_job_that_did_not_restore_is_refused(tmp_path: Path) -> None:
             manager.save(10, _state(10))
         manager.save(30, _state(30))
     assert steps_in(tmp_path / "run") == [20, 30]
+
+
+def test_a_job_that_did_not_restore_is_refused_what_is_older_in_a_fast_tier(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"every": 1000, "fast": tmp_path / "fast", "fast_every": 50}
+    with _manager(tmp_path, **options) as manager:
+        for step in (550, 600):
+            manager.save(step, _state(step))
+    with _manager(tmp_path, **options) as manager:
+        with pytest.raises(ConfigurationError, match="Step 50 is not newer than step 600, .* in its fast tier"):
+            manager.save(50, _state(50))
+        manager.save(650, _state(650))
+    (tmp_path / "fast" / "step-650" / ".metadata").unlink()  # a torso, as of a save that died
+    with _manager(tmp_path, **options) as manager:
+        with pytest.raises(ConfigurationError, match="Step 600 is not newer than step 600"):
+            manager.save(600, _state(600))
+        assert _restored(manager, 600) == 600
+        manager.save(600, _state(600))
+        manager.save(610, _state(610))
+    with _manager(tmp_path, **options) as manager:
+        assert _restored(manager, 600) == 600
+        manager.save(605, _state(605))  # which leaves step 610 behind
+    with _manager(tmp_path, **options) as manager:
+        manager.save(608, _state(608))
 
 
 def test_the_last_save_before_the_end_is_never_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,6 +419,30 @@ def test_who_is_refused_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 # --- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def _save_without_restore(place: Path, step: int, **options: Any) -> str:
+    with jobs.manager_of(place, **options) as manager:
+        try:
+            manager.save(step, jobs.state_of(step))
+        except ConfigurationError as error:
+            return str(error)
+    return ""
+
+
+def test_what_one_node_or_several_together_have_refuses_older_steps_on_all_ranks(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"every": 1000, "fast_every": 50, "copies": 1, "per_node": 1}
+    ranks.run(jobs.save_steps, tmp_path, [550, 600], world_size=2, **options)
+    (first, second) = ranks.run(_save_without_restore, tmp_path, 50, world_size=2, **options)
+    assert first == second and "Step 50 is not newer than step 600" in first
+    shutil.rmtree(jobs.fast_of(tmp_path, 0))  # the other node has copies
+    found = ranks.run(_save_without_restore, tmp_path, 50, world_size=2, **options)
+    assert found == [first, second]
+    next((jobs.fast_of(tmp_path, 1) / "step-600").glob("*.distcp")).unlink()  # complete nowhere any more
+    (first, second) = ranks.run(_save_without_restore, tmp_path, 50, world_size=2, **options)
+    assert first == second and "Step 50 is not newer than step 550" in first
 
 
 def _one_is_wrong(place: Path, rank: int) -> str:

@@ -31,13 +31,17 @@ from dcp_nvcomp.loading.matching import WholeValue
 from dcp_nvcomp.redaction import printable, without_secrets
 from dcp_nvcomp.runs.agreement import Ranks
 from dcp_nvcomp.runs.background.pipeline import Pipeline
-from dcp_nvcomp.runs.events import StepRestored
+from dcp_nvcomp.runs.events import StepRestored, TierName
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned, LeftBehind, read_abandoned, write_abandoned
 from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
 from dcp_nvcomp.runs.restoring.nearest_copy import Fetch, NearestReader
+from dcp_nvcomp.runs.retention import SavedStep
 from dcp_nvcomp.runs.step_save import RunProgress
+from dcp_nvcomp.runs.steps import RunSteps
+from dcp_nvcomp.runs.tiers.durable import DurableTier
 from dcp_nvcomp.runs.tiers.fast import FastTier, HeldStep
+from dcp_nvcomp.runs.tiers.nodes import Nodes
 from dcp_nvcomp.saving.commit import WrittenSave
 from dcp_nvcomp.storage.base import Filesystem
 
@@ -192,14 +196,8 @@ class Restoring:
         """Return what could be restored, the same on all ranks."""
         listed = self._ranks.on_one(self._durable.list)
         abandoned = self._ranks.on_one(lambda: read_abandoned(self._durable.open_own()))
-        mine: list[HeldStep] = []
-        if self._fast is not None and self._nodes.is_leader:
-            try:
-                mine = self._fast.held()
-            except CheckpointError as error:  # copies are for that
-                logger.warning("What the fast tier holds can't be read, so it counts as nothing: %s", error)
+        on_nodes = _held_on_nodes(self._ranks, self._nodes, self._fast)
         self._abandoned = abandoned
-        on_nodes = [(self._nodes.node_of(rank), steps) for rank, steps in enumerate(self._ranks.gather(mine)) if steps]
         if self._ranks.is_first:
             for step, problem in listed.misnamed.items():
                 logger.warning("%s is passed over: %s", without_secrets(self._durable.path_of(step)), problem)
@@ -267,6 +265,36 @@ class Restoring:
             senders[name] = ranks[number % len(ranks)]
         save.tiers = ("fast",)
         self._pipeline.upload(save, WrittenSave(data, candidate.save_id, candidate.wanted, ()), senders)
+
+
+def newest_of(
+    there: RunSteps, ranks: Ranks, nodes: Nodes, fast: FastTier | None, durable: DurableTier
+) -> tuple[SavedStep | None, TierName]:
+    """Return the newest step of a run, and where it is, the same on all ranks; `there` are those of the durable tier.
+
+    The fast tier counts as well: a restore would take a step there, and not what is saved below it.
+    """
+    newest = max(there.complete, key=lambda saved: saved.step, default=None)
+    if fast is None:
+        return newest, "durable"
+    abandoned = ranks.on_one(lambda: read_abandoned(durable.open_own()))
+    on_nodes = _held_on_nodes(ranks, nodes, fast, after=-1 if newest is None else newest.step)
+    found = (one.saved for one in candidates((), on_nodes, abandoned) if not one.is_abandoned)
+    newer = next(found, None)
+    return (newest, "durable") if newer is None else (newer, "fast")
+
+
+def _held_on_nodes(
+    ranks: Ranks, nodes: Nodes, fast: FastTier | None, *, after: int = -1
+) -> list[tuple[str, list[HeldStep]]]:
+    """Return what the fast tier of each node holds, the same on all ranks."""
+    mine: list[HeldStep] = []
+    if fast is not None and nodes.is_leader:
+        try:
+            mine = fast.held(after=after)
+        except CheckpointError as error:  # copies are for that
+            logger.warning("What the fast tier holds can't be read, so it counts as nothing: %s", error)
+    return [(nodes.node_of(rank), steps) for rank, steps in enumerate(ranks.gather(mine)) if steps]
 
 
 def _log_what_is_left(step: int, reader: NearestReader, state: Mapping[str, Any]) -> None:

@@ -140,10 +140,12 @@ class FastTier:
         folders = {file.name.partition("/")[0] for file in root.list_below().files if "/" in file.name}
         return sorted(step for folder in folders if (step := self.names.step_of(folder)) is not None)
 
-    def held(self) -> list[HeldStep]:
+    def held(self, *, after: int = -1) -> list[HeldStep]:
         """Return what is there of each step; what can't be read, or is not the user's own, counts as not there."""
         found = []
         for step in self.steps() if self.is_claimed else ():
+            if step <= after:
+                continue
             try:
                 found.append(self._held_of(step))
             except CheckpointError as error:
