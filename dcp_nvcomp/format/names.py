@@ -25,6 +25,8 @@ _COPY_NAME: Final = re.compile(rf"__({_ID})\.metadata")
 _DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}_({_ID})\.distcp")
 _STOCK_DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
+LARGEST_STEP: Final = (1 << 63) - 1  # ranks tell each other numbers of 64 bits
+
 # the mark in the directory of a checkpoint that is being removed (runs/steps.py)
 REMOVING: Final = ".removing"
 _MARK: Final = ".shared."
@@ -67,6 +69,13 @@ def marking_directory(name: str) -> str | None:
     """Return the directory in a name made by `mark_name`, None for any other name."""
     directory = name.removeprefix(_MARK)
     return directory if name.startswith(_MARK) and is_plain_name(directory) else None
+
+
+def step_in(name: str, before: str, after: str = "") -> int | None:
+    """Return the step whose number a name has between two texts; None for any other name, and no step's number."""
+    match = re.fullmatch(rf"{re.escape(before)}(0|[1-9][0-9]{{0,18}}){re.escape(after)}", name)
+    step = int(match[1]) if match else None
+    return None if step is None or step > LARGEST_STEP else step
 
 
 def shared_directories(names: Iterable[str]) -> list[str]:

@@ -226,7 +226,7 @@ def names_and_links(filesystem: Filesystem) -> list[str]:
 
 def _steps_in(filesystem: Filesystem) -> list[str]:
     """Return the folders directly in a directory that are checkpoints, of those with the largest numbers."""
-    folders = sorted(filesystem.list_folders(), key=lambda name: [int(one) for one in re.findall(r"\d{1,18}", name)])
+    folders = sorted(filesystem.list_folders(), key=lambda name: [int(one) for one in re.findall(r"\d{1,19}", name)])
     some = folders[-_MOST_FOLDERS:]
     sizes = filesystem.map(lambda folder: filesystem.file_nbytes(f"{folder}/{METADATA_NAME}"), some)
     return [folder for folder, nbytes in zip(some, sizes, strict=True) if nbytes is not None]

@@ -30,6 +30,7 @@ from dcp_nvcomp.format.names import (
     own_upload,
     rank_of_metadata_name,
     shared_directories,
+    step_in,
 )
 from dcp_nvcomp.maintenance.completeness import Seen, identity_of, look_into, read_seen
 from dcp_nvcomp.maintenance.opening import document, natural_order, nothing_below, opened
@@ -40,7 +41,6 @@ INCOMPLETE: Final = "incomplete"
 DAMAGED: Final = "damaged"
 MISNAMED: Final = "misnamed"
 
-_DEFAULT_NAME: Final = re.compile(r"step-(0|[1-9][0-9]{0,17})")
 _LARGE_NBYTES: Final = 64 << 20  # of metadata: such are parsed one at a time
 _IN_SUMMARY: Final = (
     *("stored_nbytes", "uncompressed_nbytes", "shared_nbytes", "ranks", "keys", "save_id", "metrics", "run_seconds"),
@@ -197,8 +197,7 @@ def _shared_files(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[FileI
 
 
 def _step_of_default(name: str) -> int | None:
-    match = _DEFAULT_NAME.fullmatch(name)
-    return int(match[1]) if match else None
+    return step_in(name, "step-")
 
 
 def _names(files: Iterable[FileInfo]) -> list[str]:

@@ -26,12 +26,12 @@ from dcp_nvcomp.calls.peers import Peers, close_connections
 from dcp_nvcomp.calls.process_groups import give_back, own_groups
 from dcp_nvcomp.calls.ranks import Arrival, Call, expect_same, limit_of, together
 from dcp_nvcomp.errors import CheckpointError, RankFailedError, RanksDifferError, RunInUseError
+from dcp_nvcomp.format.names import LARGEST_STEP
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.runs.tiers.durable import DurableTier
 
 T = TypeVar("T")
 
-LARGEST_STEP: Final = 1 << 63  # ranks tell each other numbers of 64 bits
 _MOMENT = timedelta(seconds=1)
 
 
@@ -287,7 +287,7 @@ class Failures:
 
 def number_of(step: object) -> int:
     """Return a step as other ranks are told it; -1 for none, or what is no step."""
-    return step if isinstance(step, int) and 0 <= step < LARGEST_STEP else -1
+    return step if isinstance(step, int) and 0 <= step <= LARGEST_STEP else -1
 
 
 class RunCall(NamedTuple):

@@ -36,6 +36,7 @@ from dcp_nvcomp.errors import (
     StorageError,
 )
 from dcp_nvcomp.format.metadata.shares import is_being_removed
+from dcp_nvcomp.format.names import step_in
 from dcp_nvcomp.maintenance.completeness import RUN_FOLDER
 from dcp_nvcomp.options import DEADLINE_OPTION
 from dcp_nvcomp.redaction import without_secrets
@@ -44,7 +45,7 @@ from dcp_nvcomp.storage.open import open_filesystem, real_place
 
 logger = logging.getLogger(__name__)
 
-_PIN_NAME = re.compile(r"pin-(0|[1-9][0-9]{0,17})")
+_PIN: Final = "pin-"
 _KEPT_NAME = "kept"
 _MOST_NBYTES = 64 << 20
 _ABANDONED_NAME = "abandoned"
@@ -56,8 +57,7 @@ _ANY_BUCKET: Final = ("s3", "gs")  # the owner of another bucket is sent no secr
 
 
 def pinned_steps(own: Filesystem) -> frozenset[int]:
-    matches = (_PIN_NAME.fullmatch(name) for name in own.list_names())
-    return frozenset(int(match[1]) for match in matches if match)
+    return frozenset(step for name in own.list_names() if (step := step_in(name, _PIN)) is not None)
 
 
 def is_pinned(own: Filesystem, step: int) -> bool:
@@ -87,7 +87,7 @@ def unpin(own: Filesystem, step: int) -> None:
 
 
 def _pin_name_of(step: int) -> str:
-    return f"pin-{step}"
+    return f"{_PIN}{step}"
 
 
 def _user_and_host() -> str:

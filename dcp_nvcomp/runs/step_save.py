@@ -15,10 +15,9 @@ import torch
 from dcp_nvcomp.calls.values import check_state_dict, try_values_of
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.format.metadata.summary import LEASE, REPLICA, RUN_SECONDS, SHARED_NBYTES, SHARES, Summary
-from dcp_nvcomp.format.names import METADATA_NAME, REMOVING
+from dcp_nvcomp.format.names import LARGEST_STEP, METADATA_NAME, REMOVING
 from dcp_nvcomp.options import check_flag
 from dcp_nvcomp.redaction import without_secrets
-from dcp_nvcomp.runs.agreement import LARGEST_STEP
 from dcp_nvcomp.runs.events import StepFailed, StepSaved, StepSkipped, TierName
 from dcp_nvcomp.runs.options import check_count
 from dcp_nvcomp.runs.retention import SavedStep
@@ -217,7 +216,7 @@ class RunProgress:
     ) -> tuple[dict[str, Any], dict[str, float], CheckpointError | None]:
         """Return the values of a state and the metrics; or why there are none, for which no rank must wait."""
         try:
-            if check_count("step", step, least=0) >= LARGEST_STEP:
+            if check_count("step", step, least=0) > LARGEST_STEP:
                 raise ConfigurationError(f"step={step} is larger than any step that ranks can agree on, 2**63 - 1.")
             check_flag("durable", durable)
             self.refuse_older(step)

@@ -23,6 +23,7 @@ from dcp_nvcomp.format.names import (
     own_file,
     own_upload,
     rank_of_metadata_name,
+    step_in,
 )
 from dcp_nvcomp.maintenance.completeness import Seen, read_seen
 from dcp_nvcomp.maintenance.run_listing import COMPLETE, DAMAGED, MISNAMED, Step, steps_below
@@ -53,9 +54,7 @@ class StepNames:
 
     def step_of(self, name: str) -> int | None:
         """Return the step whose directory has this name; None if it is no step's."""
-        before, after = map(re.escape, self.template.split(_FIELD))
-        match = re.fullmatch(f"{before}(0|[1-9][0-9]{{0,17}}){after}", name)
-        return int(match[1]) if match else None
+        return step_in(name, *self.template.split(_FIELD))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_nvcomp import CheckpointManager, CheckpointNotFoundError, Keep, save
+from dcp_nvcomp import CheckpointManager, CheckpointNotFoundError, ConfigurationError, Keep, save
 from dcp_nvcomp.runs import list_run, pin_step, prune_run
 from tests.checkpoints import data_file, save_stock
 
@@ -129,6 +129,34 @@ def test_a_run_with_names_of_its_own(tmp_path: Path) -> None:
     (run / "iter_10").rename(run / "iter_30")
     with CheckpointManager(run, run_id="job", step_template="iter_{step}") as manager:
         assert [saved.step for saved in manager.steps()] == [20]
+
+
+def test_steps_are_found_up_to_the_largest_that_can_be_saved(tmp_path: Path) -> None:
+    """As `time.time_ns()` is one, of 19 digits."""
+    state, largest = _state(1), 2**63 - 1
+    steps = [10, 10**18 - 1, 10**18, 1_796_009_300_571_505_689, largest]
+    with CheckpointManager(tmp_path / "run", every=1, fast=tmp_path / "fast", fast_every=1, fast_keep=9) as manager:
+        for step in steps:
+            manager.save(step, state)
+        with pytest.raises(ConfigurationError, match="larger than any step"):
+            manager.save(largest + 1, state)
+        manager.wait()
+        assert [saved.step for saved in manager.steps()] == steps
+    assert [step.step for step in list_run(tmp_path / "run").steps] == steps
+    pin_step(tmp_path / "run", steps[3])
+    prune_run(tmp_path / "run", keep=Keep(last=1))
+    assert _complete(tmp_path / "run") == [steps[3], largest]
+    with CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(ConfigurationError, match="not newer"):
+            manager.save(3, state)
+        restored = manager.restore(state)
+        assert restored is not None and restored.step == largest
+    shutil.rmtree(tmp_path / "run" / f"step-{largest}")
+    with CheckpointManager(tmp_path / "run", fast=tmp_path / "fast") as manager:
+        restored = manager.restore(state)
+        assert restored is not None and restored.step == largest, "in the fast tier"
+    (tmp_path / "run" / f"step-{steps[3]}").rename(tmp_path / "run" / f"step-{largest + 1}")
+    assert _complete(tmp_path / "run") == [largest], "uploaded again, and no step has a larger number"
 
 
 def test_stock_checkpoints_count_by_what_they_hold(tmp_path: Path) -> None:
