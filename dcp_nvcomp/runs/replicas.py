@@ -353,9 +353,10 @@ def _crcs(footer: Footer) -> Iterator[tuple[int, list[str], int]]:
         if record.pack is not None:
             members.setdefault(record.pack[0], []).append(record)
     for at, record in enumerate(footer.records):
-        if record.grid is None or record.kind not in (KIND_TENSOR, KIND_PACK):
-            continue
         inside = members.get(at, []) if record.kind == KIND_PACK else [record]
+        # small objects are in packs too, which are of one kind
+        if record.grid is None or any(one.kind != KIND_TENSOR for one in inside):
+            continue
         shape = record.grid.block_shape  # CRCs are of blocks, so these have to be cut alike
         blocks = slice(record.first_block, record.first_block + record.block_count)
         identity = ([_identity(one) for one in inside], record.element.name, shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from dcp_nvcomp import save
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.runs.replicas import digest_of, entries, joined, missing_on, whole_sets, with_entries
+from dcp_nvcomp.format.data_file import find_data_file, read_footer
+from dcp_nvcomp.runs.replicas import _crcs, digest_of, entries, joined, missing_on, whole_sets, with_entries
+from dcp_nvcomp.storage.open import open_filesystem
 from tests.distributed.launch import RankPool
 
 
@@ -100,3 +104,21 @@ def test_entries_are_added_beside_those_that_are_there() -> None:
 def test_digests_tell_paths_and_kinds_apart() -> None:
     seen = [{("a", "b"): True}, {("a", "b"): False}, {("a.b",): True}, {("a", 1): True}, {("a", "1"): True}]
     assert len({digest_of(paths) for paths in seen}) == len(seen)
+
+
+def _crcs_of(path: Path, state: dict[str, Any]) -> dict[str, int]:
+    """Return what a replica would compare of a state: checksums by the keys that they are of."""
+    save(state, path, no_dist=True)
+    (file,) = path.glob("*.distcp")
+    filesystem = open_filesystem(path)
+    footer = read_footer(filesystem, find_data_file(filesystem, file.name, file.stat().st_size))
+    return {" ".join(sorted(fqns)): crc for _, fqns, crc in _crcs(footer)}
+
+
+def test_tensors_are_compared_and_objects_are_not(tmp_path: Path) -> None:
+    state = {"large": torch.ones(300, 300), "small": torch.arange(9), "bytes": torch.ones(3, dtype=torch.uint8)}
+    first = _crcs_of(tmp_path / "1", {**state, "host": ("node-a",), "seconds": 0.5})
+    assert first == _crcs_of(tmp_path / "2", {**state, "host": ("node-b",), "seconds": 1.5})
+    assert first.keys() == {"large", "small", "bytes"}
+    other = _crcs_of(tmp_path / "3", {**state, "bytes": torch.zeros(3, dtype=torch.uint8)})
+    assert {key for key, crc in first.items() if other[key] != crc} == {"bytes"}

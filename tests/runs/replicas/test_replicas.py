@@ -168,6 +168,22 @@ def test_replicas_that_differ_are_told_of(ranks: RankPool, tmp_path: Path, rank:
         assert told["tiers"] == {10: {"fast"}, 30: {"fast", "copies"}}
 
 
+def _saves_objects(place: Path) -> tuple[list[ReplicasDiffer], dict[str, Any]]:
+    node, events = dist.get_rank() // 2, list[Any]()
+    with jobs.manager_of(place, **TIERS, on_event=events.append) as manager:
+        manager.save(10, {**state_of(10), "host": "a" * (1 + 300 * node), "seconds": 0.5 + node})
+        manager.wait()
+        return [event for event in events if isinstance(event, ReplicasDiffer)], jobs.reported(manager)
+
+
+@pytest.mark.ci
+def test_objects_that_are_other_ones_on_each_node_are_not_compared(ranks: RankPool, tmp_path: Path) -> None:
+    """The host's name, a time: pickles of another length, and of the same."""
+    for events, told in ranks.run(_saves_objects, tmp_path):
+        assert events == [] and told["differing"] == () and told["tiers"] == {10: {"fast", "copies"}}
+    assert all((fast_step(tmp_path, node, 10) / ".equal").exists() for node in (0, 1))
+
+
 def _upload_fails(place: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         create = PosixFilesystem.create_directory
