@@ -197,7 +197,7 @@ def _result(done: T | None, error: CheckpointError | None) -> T:
 
 _NAMES: Final = ("should_save", "save", "restore", "wait")
 _KNOWN: Final = 4  # numbers that each rank knows on its own
-_OWN: Final = 4  # numbers of a call, at most
+_OWN: Final = 5  # numbers of a call, at most
 
 
 class SignalWatch:

@@ -247,15 +247,18 @@ class CheckpointManager:
         self._check_open()
         values, known_metrics, failure = self._progress.checked(step, state, metrics, durable)
         call = RunCall("save", number_of(step))
-        failed, no_room, backlogged, is_asked = self._agreement.now(
+        failed, no_room, backlogged, is_asked, unpublished = self._agreement.now(
             call,
             failure is not None,
             not self._pipeline.has_room(values),
             self._pipeline.on_their_way > 1,
             failure is None and bool(durable),
+            self._pipeline.unpublished.certain,
         )
         if failed:
             raise failure or RankFailedError("A save was not begun, because another rank has no state for it.")
+        if unpublished:
+            self._pipeline.unpublished.remove(unpublished)  # now: this save may need the room
         save = self._progress.new_save(step, known_metrics)
         to_fast = self._fast is not None and not no_room and not self._owes
         is_last = self.preempted or bool(is_asked)

@@ -266,6 +266,10 @@ class Orphans:
         """Remove this rank's files of the last save, which failed, unless a checkpoint names them."""
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             return  # that save may still be under way: asynchronous saves can overlap
+        self.remove_ended(open_at)
+
+    def remove_ended(self, open_at: Callable[[str], Filesystem]) -> None:
+        """Remove the same of a save that is known to be over on this rank."""
         names, self._names = self._names, ()
         if names:
             filesystem = open_at(self._path)

@@ -266,6 +266,21 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """True if a run publishes what is saved: then each node may have a place of its own for it."""
         return self._publisher is not commit_checkpoint
 
+    @property
+    def is_unpublished(self) -> bool:
+        """True on the coordinator if the last save, which is over, certainly was not published and never will be."""
+        return self._saves.unfinished
+
+    def remove_unpublished(self) -> None:
+        """Remove what this rank wrote for the last save, which is over and was not published; called by runs.
+
+        A run makes a writer for each save, so that there is no next save of this one, at which `Orphans` would go.
+
+        Raises:
+            StorageError: the storage does not answer in time, or can't be opened.
+        """
+        self._saves.orphans.remove_ended(self.options.open)
+
     def close(self) -> None:
         """Free the host memory that the asynchronous saves of this process keep for the next one, and their process.
 

@@ -22,6 +22,7 @@ from dcp_nvcomp.calls.values import leaves
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.runs.agreement import Failures, Ranks
 from dcp_nvcomp.runs.background.stages import Background, DurableStage, FastStage, OnTheirWay
+from dcp_nvcomp.runs.background.unpublished import Unpublished
 from dcp_nvcomp.runs.events import StepSkipped
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import LeftBehind
@@ -51,6 +52,7 @@ class Pipeline:
         self._warns = fast_ranks.is_first
         self._on_their_way = OnTheirWay(run.durable)
         self._durable_stage = DurableStage(durable_ranks, run, there)
+        self.unpublished = Unpublished()
         self._durable_thread = Background("dcp-run-durable", _unexpected)
         self._fast_stage: FastStage | None = None
         self._fast_thread: Background | None = None
@@ -122,7 +124,7 @@ class Pipeline:
             self._on_their_way.add(save.step)
             # the references until this save is published, or has failed
             still_held = held.pop_all()
-            self._durable_thread.do(lambda: self._end_direct(save, saving, still_held))
+            self._durable_thread.do(lambda: self._end_direct(save, saving, writer, still_held))
 
     def _tell_of_lack_of_room(self, save: StepSave) -> None:
         if self._warns:
@@ -197,10 +199,11 @@ class Pipeline:
             self._fast_thread.wait_for()
         self._durable_thread.wait_for()
 
-    def _end_direct(self, save: StepSave, saving: AsyncSave, held: contextlib.ExitStack) -> None:
+    def _end_direct(self, save: StepSave, saving: AsyncSave, writer: NvcompWriter, held: contextlib.ExitStack) -> None:
         def note() -> None:
             with held:
-                saving.upload_completion.exception()
+                if saving.upload_completion.exception() is not None:
+                    self.unpublished.failed(save.number, writer)
             save.reached("durable", stats=_stats(saving.upload_completion.result()))
             self._durable_stage.note(save)
 
