@@ -308,15 +308,19 @@ def test_a_manager_that_nobody_closed_lets_the_process_end_and_its_save(tmp_path
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_ends_by_the_signal_that_the_manager_watches_for(tmp_path: Path) -> None:
+    there, here = os.pipe()
     with CheckpointManager(tmp_path) as manager:
         child = os.fork()
         if child == 0:
+            os.write(here, b"1")  # while it begins, Python forgets signals
             time.sleep(60)
             os._exit(0)
-        time.sleep(0.1)
+        assert os.read(there, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert not manager.preempted
+    os.close(there)
+    os.close(here)
 
 
 def test_closing_may_be_interrupted_and_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
