@@ -27,7 +27,9 @@ from crc32c import crc32c
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from dcp_nvcomp.calls.values import PLAIN_TENSORS
 from dcp_nvcomp.errors import ConfigurationError, RanksDifferError
+from dcp_nvcomp.saving.encode.objects import is_sharded_tensor, is_whole
 from dcp_nvcomp.saving.plans.global_plan import ComparedKeys
 
 OnDifference = Literal["warn", "error"]
@@ -261,8 +263,14 @@ def _encoded(value: Any, depth: int = 0) -> bytes:
     """Return bytes that are the same for equal values, whatever order a dict or set has; of other objects the class."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
+        described = f"{value.dtype}{tuple(value.shape)}".encode()
+        if kind not in PLAIN_TENSORS:
+            if is_sharded_tensor(value) or not is_whole(value):
+                return described  # an object with a shard is refused when it is saved
+            if isinstance(value, DTensor):
+                value = value.to_local()  # what is run on the whole could wait for other ranks
         sample = _sample(value) if value.device.type == "cpu" else None
-        return f"{value.dtype}{tuple(value.shape)}".encode() + (b"" if sample is None else sample.numpy().tobytes())
+        return described + (b"" if sample is None else sample.numpy().tobytes())
     if kind is int:  # of any size: repr refuses long ones
         return b"int:" + int(value).to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     if kind in _PLAIN or isinstance(value, np.generic):

@@ -101,7 +101,7 @@ class KeepingPlanner(SavePlanner):
                 if isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
                     continue
                 try:
-                    self._pickled[fqn] = serialized(value)
+                    self._pickled[fqn] = serialized(value, whole=True)
                 except Exception as error:
                     self._pickled[fqn] = error
 
@@ -284,9 +284,12 @@ class KeepingPlanner(SavePlanner):
         value = self._flat_state[fqn]
         try:
             # kept until the state is released: if a copy fails it is asked for again, when the value is another one
-            pickled = self._pickled.get(fqn) or self._run(lambda: serialized(value))
+            pickled = self._pickled.get(fqn) or self._run(lambda: serialized(value, whole=True))
             if isinstance(pickled, Exception):
                 raise pickled
+        except ConfigurationError as error:  # of what lies in it
+            error.fqn = fqn
+            raise
         except Exception as error:  # pickle lets through whatever an object's own methods raise
             raise CheckpointError(
                 f"This value can't be pickled, so it can't be saved: {type(error).__name__}: {error}", fqn=fqn
