@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dcp_nvcomp import CheckpointManager, async_save, load, save
 from dcp_nvcomp.errors import CheckpointError, ConfigurationError
 from dcp_nvcomp.saving.encode.objects import serialized
-from dcp_nvcomp.saving.plans.differences import fingerprints
+from dcp_nvcomp.saving.plans.fingerprints import fingerprints
 from tests.distributed.launch import RankPool
 
 Make = Callable[[Any], Any]

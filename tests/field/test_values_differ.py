@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointManager, async_save, save
 from dcp_nvcomp.errors import ConfigurationError
-from dcp_nvcomp.saving.plans.differences import fingerprints
+from dcp_nvcomp.saving.plans.fingerprints import fingerprints
 from tests.distributed.launch import RankPool
 from tests.states import State, assert_same
 
