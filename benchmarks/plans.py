@@ -246,12 +246,14 @@ def _computed(case: Case, directory: str, way: str) -> Generator[str, None, dict
     described = _described(case)
     mesh_shape = described.parts[0].mesh_shapes[0]
     places = [(tuple(map(int, place)),) for place in np.ndindex(*mesh_shape)]
-    proposal = Proposal.of(None, dataclasses.replace(described, places=places[-1]), may_keep=True)
+    members = [(0,)] * case.ranks
+    said_by_one = dataclasses.replace(described, places=places[-1], members=members[-1])
+    proposal = Proposal.of(None, said_by_one, may_keep=True)
     order = [key for part in described.parts for key in part.keys]
     parts, parts_of = described.parts, np.tile(np.arange(3), (case.ranks, 1))
 
     def plan() -> tuple[ArrayPlan, Any]:
-        shared = plan_all(parts, parts_of, places, lowest_rank=False, derived={})
+        shared = plan_all(parts, parts_of, places, members=members, lowest_rank=False, derived={})
         return ArrayPlan(shared, order, has_paths=True), shared.save_plan(case.ranks - 1)
 
     yield "rank"
@@ -295,7 +297,8 @@ def write_metadata(case: Case, directory: Path) -> None:
     """Write the `.metadata` of a first save, and data files that hold nothing."""
     described = _described(case)
     places = [(tuple(map(int, place)),) for place in np.ndindex(*described.parts[0].mesh_shapes[0])]
-    shared = plan_all(described.parts, np.tile(np.arange(3), (case.ranks, 1)), places, lowest_rank=False, derived={})
+    parts_of, members = np.tile(np.arange(3), (case.ranks, 1)), [(0,)] * case.ranks
+    shared = plan_all(described.parts, parts_of, places, members=members, lowest_rank=False, derived={})
     plan = ArrayPlan(shared, [key for part in described.parts for key in part.keys], has_paths=True)
     writer = _begun(directory)
     results = [_placed_by(plan, rank, directory) for rank in range(case.ranks)]
@@ -321,7 +324,7 @@ def _described(case: Case) -> Described:
         Part(vectors, (0,) * len(vectors), (TensorKind(properties, (512,)),), (), paths[1], {}, ()),
         Part(objects, (), (), (), paths[2], {}, ()),
     )
-    return Described(parts, ())
+    return Described(parts, (), ())
 
 
 def _reads(directory: str) -> dict[str, Spread]:

@@ -69,10 +69,10 @@ def save(
         planner: plans it; by default DCP's `DefaultSavePlanner`. Plans of other classes are not kept.
         process_group: the ranks that save; by default all.
         no_dist: if True, save in this process alone.
-        on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
-            checkpoint keeps one, or a container and a value in the same place: `"warn"`, once for the same keys, or
-            `"error"`, before anything is written. Large tensors are compared by a sample, and with a `planner` of
-            another class nothing is.
+        on_difference: what to do if ranks have different values under the same key that are not sharded, or are on
+            meshes of different ranks, of which the checkpoint keeps one, or a container and a value in the same place:
+            `"warn"`, once for the same keys, or `"error"`, before anything is written. Large tensors are compared by a
+            sample, and with a `planner` of another class nothing is.
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:
@@ -221,10 +221,10 @@ def async_save(
         wait: `"staged"` returns when the state may change. `"nothing"` returns at once: if a tensor of the state
             is changed before `staging_completion` is done, the checkpoint mixes old and new values. Python objects are
             those of the call in both cases: its thread pickles them.
-        on_difference: what to do if ranks have different values under the same key that are not sharded, of which the
-            checkpoint keeps one, or a container and a value in the same place: `"warn"`, once for the same keys, or
-            `"error"`, before anything is written. Large tensors are compared by a sample, and with a `planner` of
-            another class nothing is.
+        on_difference: what to do if ranks have different values under the same key that are not sharded, or are on
+            meshes of different ranks, of which the checkpoint keeps one, or a container and a value in the same place:
+            `"warn"`, once for the same keys, or `"error"`, before anything is written. Large tensors are compared by a
+            sample, and with a `planner` of another class nothing is.
         **writer_options: of the `NvcompWriter` to make.
 
     Returns:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from dcp_nvcomp.calls.ranks import Call, global_ranks, meet, together
 from dcp_nvcomp.saving.plans.global_plan import ComparedKeys, GlobalPlan
 from dcp_nvcomp.saving.plans.layouts import Ints
+from dcp_nvcomp.saving.plans.meshes import ComparedShards, Members
 from dcp_nvcomp.saving.plans.structure import Described, Part, Place, Structure
 
 _MOST_BROADCASTS: Final = 64
@@ -44,6 +45,7 @@ class Proposal:
     digests: tuple[bytes, ...] = ()  # of the parts of its state; none if that can't be described
     nbytes: tuple[int, ...] = ()  # what each part takes, about
     places: tuple[Place, ...] = ()
+    members: tuple[Members, ...] = ()  # of its meshes
     fresh_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @staticmethod
@@ -55,6 +57,7 @@ class Proposal:
             tuple(part.digest for part in parts),
             tuple(part.nbytes for part in parts),
             () if described is None else described.places,
+            () if described is None else described.members,
         )
 
 
@@ -137,6 +140,7 @@ class KeptPlan:
     described: Described | None  # None if DCP planned it
     final: SavePlan
     compared_keys: ComparedKeys  # of this rank
+    compared_shards: ComparedShards
     everyones: GlobalPlan | None  # on the coordinator only
 
     @property

@@ -6,6 +6,7 @@ it is asked for (`plain`).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -61,6 +62,9 @@ class ArrayPlan(GlobalPlan):
     @property
     def key_count(self) -> int:
         return len(self._keys)
+
+    def differing_shards(self, values: Sequence[array[int]]) -> dict[str, list[int]]:
+        return self.plan.differing_shards(values)
 
     def metadata(self) -> PlannedMetadata:
         return _MetadataOfArrays(self)

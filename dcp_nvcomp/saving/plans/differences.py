@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import warnings
 from array import array
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Final, Literal, NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from dcp_nvcomp.errors import ConfigurationError, RanksDifferError
 from dcp_nvcomp.saving.plans.fingerprints import fingerprints
 from dcp_nvcomp.saving.plans.global_plan import ComparedKeys
+from dcp_nvcomp.saving.plans.meshes import ComparedShards, differing_shards, shard_fingerprints
 
 OnDifference = Literal["warn", "error"]
 Keys = tuple[str, ...]
@@ -33,6 +34,8 @@ class _Sent(NamedTuple):
     values: array[int]
     keys: Keys | None  # None if the coordinator has kept them with the plan
     empty: Keys = ()  # those of empty containers
+    shards: array[int] = array("I")  # fingerprints, too
+    compared: ComparedShards | None = None  # which these are; None if the coordinator knows it
 
 
 class _Told(NamedTuple):
@@ -47,6 +50,8 @@ class Comparison:
         self.ranks, self._on_difference = ranks or (0,), on_difference
         self._found: dict[str, int] | None = None
         self._empty: Keys = ()
+        self._shards = array("I")
+        self.own_shards = ComparedShards()
         self.words = ""
         self.place_warning = ""  # it depends on the structure alone, and is kept with the plan; on the coordinator
 
@@ -55,25 +60,40 @@ class Comparison:
             self._found = fingerprints(state)
             self._empty = tuple(key for key, value in state.items() if isinstance(value, Mapping | list) and not value)
 
+    def look_at_shards(self, state: Mapping[str, Any], compared: ComparedShards) -> None:
+        if len(self.ranks) > 1 and compared.keys:
+            self.own_shards = compared
+            self._shards = shard_fingerprints(state, compared.keys)
+
     @property
     def own_keys(self) -> ComparedKeys:
         return () if self._found is None else (tuple(self._found),)
 
     def sent(self, plan: SavePlan, known: ComparedKeys | None) -> SavePlan:
         """Return a local plan with the values' fingerprints, and their keys unless the coordinator has them."""
-        if self._found is None:
+        if self._found is None and not self._shards:
             return plan
-        if known is None:
+        if self._found is None:  # this rank could not look at them
+            sent = _Sent(plan.planner_data, array("I"), None)
+        elif known is None:
             sent = _Sent(plan.planner_data, array("I", self._found.values()), tuple(self._found), self._empty)
         else:
             values = array("I", [self._found[key] for keys in known for key in keys])
             sent = _Sent(plan.planner_data, values, None)
-        return dataclasses.replace(plan, planner_data=sent)
+        compared = None if self.own_shards.places is None else self.own_shards
+        return dataclasses.replace(plan, planner_data=sent._replace(shards=self._shards, compared=compared))
 
     def compared(
-        self, plans: Sequence[SavePlan], keys: Sequence[ComparedKeys] | None, place_warning: str | None
+        self,
+        plans: Sequence[SavePlan],
+        keys: Sequence[ComparedKeys] | None,
+        place_warning: str | None,
+        differing: Callable[[Sequence[array[int]]], Mapping[str, Sequence[int]]] | None = None,
     ) -> tuple[list[SavePlan], list[ComparedKeys]]:
-        """Compare all ranks' fingerprints, and where their values are unless that is kept; on the coordinator."""
+        """Compare all ranks' fingerprints, and where their values are unless that is kept; on the coordinator.
+
+        `differing` compares those of shards, by a plan that the ranks have computed.
+        """
         sent = [plan.planner_data if isinstance(plan.planner_data, _Sent) else None for plan in plans]
         plain = [
             plan if one is None else dataclasses.replace(plan, planner_data=one.planner_data)
@@ -81,15 +101,20 @@ class Comparison:
         ]
         if keys is None:
             keys = [() if one is None or one.keys is None else (one.keys,) for one in sent]
-        own = [() if one is None else keys[rank] for rank, one in enumerate(sent)]
+        own = [keys[rank] if one is not None and one.values else () for rank, one in enumerate(sent)]
+        words = list[str]()
         if any(one is not None for one in sent):
             values = [array("I") if one is None else one.values for one in sent]
-            self.words = _words(_differing(own, values), self.ranks)
+            words.append(_words(_differing(own, values), self.ranks))
+            shards = [array("I") if one is None else one.shards for one in sent]
+            compared = [one.compared if one is not None and one.compared else ComparedShards() for one in sent]
+            found = {**({} if differing is None else differing(shards)), **differing_shards(compared, shards)}
+            words.append(_shard_words(found, self.ranks))
         if place_warning is None:
             paths = [plan.planner_data or {} for plan in plain]
             place_warning = place_words(paths, [() if one is None else one.empty for one in sent], self.ranks)
         self.place_warning = place_warning
-        self.words = f"{self.words} {place_warning}".strip()
+        self.words = " ".join(filter(None, [*words, place_warning]))
         if self.words and self._on_difference == "error":
             raise ConfigurationError(f"{self.words} Nothing was saved.")
         return plain, list(keys)
@@ -196,13 +221,28 @@ def _differing(keys: Sequence[ComparedKeys], values: Sequence[array[int]]) -> di
 def _words(differing: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
     if not differing:
         return ""
+    return (
+        "Ranks have different values under the same key, of which a checkpoint keeps one: "
+        f"{_with_ranks(differing, ranks)}. Give what belongs to a rank a key of its own, as in "
+        "state[f'loader.{rank}'], or a data loader to TrainingState(dataloader=...); what should be the same has "
+        "diverged."
+    )
+
+
+def _shard_words(differing: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
+    if not differing:
+        return ""
+    return (
+        "Meshes of different ranks have different shards under the same key, of which a checkpoint keeps one: "
+        f"{_with_ranks(differing, ranks)}. Give each pipeline stage keys of its own, as in state[f'stage{{stage}}'], "
+        "or number the layers through all stages; what should be the same has diverged."
+    )
+
+
+def _with_ranks(differing: Mapping[str, Sequence[int]], ranks: Sequence[int]) -> str:
     named = [
         f"{key!r} (rank {ranks[first]} and {', '.join(str(ranks[other]) for other in others[:_SHOWN])}"
         f"{', ...' if len(others) > _SHOWN else ''})"
         for key, (first, *others) in list(differing.items())[:_SHOWN]
     ]
-    return (
-        f"Ranks have different values under the same key, of which a checkpoint keeps one: {_listed(named, differing)}"
-        ". Give what belongs to a rank a key of its own, as in state[f'loader.{rank}'], or a data loader to "
-        "TrainingState(dataloader=...); what should be the same has diverged."
-    )
+    return _listed(named, differing)

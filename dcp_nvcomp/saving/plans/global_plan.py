@@ -50,6 +50,10 @@ class GlobalPlan(ABC):
     def item_count(self) -> int:
         """How many items of a rank's plan take as much memory."""
 
+    def differing_shards(self, values: Sequence[array[int]]) -> dict[str, list[int]]:
+        """Return the keys of shards that differ between meshes, by all ranks' values; ranks say which, if DCP plans."""
+        return {}
+
     @abstractmethod
     def metadata(self) -> PlannedMetadata:
         """Return the metadata of another save, of which everything that may be changed is its own."""

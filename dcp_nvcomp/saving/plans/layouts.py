@@ -73,6 +73,7 @@ class Layout:
     ranks: Ints  # that have a shard, ascending
     shard_at: Ints  # which of them, beside `ranks`
     holders: tuple[Ints, ...] | None  # the ranks that have each shard; None if it is one rank each
+    apart: Ints  # the shards that ranks of several meshes have
 
     @property
     def shard_count(self) -> int:
@@ -113,8 +114,11 @@ def layout_of(
     ranks: Ints,
     offsets: Ints,
     sizes: Ints,
+    members: Ints | None = None,
 ) -> Layout:
     """Return the layout of what some ranks have: `ranks` beside the rows of `offsets` and `sizes`.
+
+    With `members`, who is in each rank's mesh, it says which shards ranks of several meshes have.
 
     Raises:
         IrregularError: the shards are no grid that fills the tensor.
@@ -136,10 +140,14 @@ def layout_of(
     if len(first) < len(ranks):
         ends = np.cumsum(np.bincount(shard_at))[:-1]
         holders = tuple(np.split(ranks[np.argsort(shard_at, kind="stable")], ends))
+    apart = np.zeros(0, np.int64)
+    if members is not None and holders is not None:
+        members = members[order]
+        apart = np.unique(shard_at[members != members[first][shard_at]])
     offsets, sizes = offsets[first], sizes[first]
     if shape:
         _check_grid(shape, offsets, sizes)
-    return Layout(shape, properties, is_dtensor, offsets, sizes, ranks, shard_at, holders)
+    return Layout(shape, properties, is_dtensor, offsets, sizes, ranks, shard_at, holders, apart)
 
 
 def _check_grid(shape: tuple[int, ...], offsets: Ints, sizes: Ints) -> None:

@@ -34,6 +34,7 @@ from dcp_nvcomp.saving.plans.balance import balanced
 from dcp_nvcomp.saving.plans.differences import Comparison, OnDifference, expect_same_kinds
 from dcp_nvcomp.saving.plans.global_plan import GlobalPlan, PlanOfItems
 from dcp_nvcomp.saving.plans.layouts import Ints, IrregularError
+from dcp_nvcomp.saving.plans.meshes import on_some_ranks
 from dcp_nvcomp.saving.plans.shared_plan import plan_all
 from dcp_nvcomp.saving.plans.structure import Described, Part, Structure, described, structure_of
 from dcp_nvcomp.saving.process_state import process_state
@@ -110,11 +111,9 @@ class KeepingPlanner(SavePlanner):
         self.comparison = Comparison(ranks, self._on_difference)
         if self._is_default and self._failure is None:
             self._flatten(state_dict, is_coordinator=not ranks or dist.get_rank() == ranks[0])
-        if self._flat_state is not None:
-            try:
-                self.comparison.look(self._flat_state)
-            except Exception as error:  # whatever a value's own methods raise: looking must not cost the save
-                logger.warning("Values of ranks are not compared: %s: %s", type(error).__name__, error)
+        state = self._flat_state
+        if state is not None:
+            _look(lambda: self.comparison.look(state))
         found = None
         if self._may_keep and self._flat_state is not None:
             found = self._describe(ranks)
@@ -128,32 +127,41 @@ class KeepingPlanner(SavePlanner):
             assert self._described is not None
             gathered = gather_parts(self._described, agreement.proposals, group)
             if gathered is not None:
-                places = [proposal.places for proposal in agreement.proposals]
-                computed = self._computed(*gathered, places, 0 if group is None else dist.get_rank(group))
+                rank = 0 if group is None else dist.get_rank(group)
+                computed = self._computed(*gathered, agreement.proposals, rank)
                 if all(meet(group, call, computed is not None)):
                     self._kept, self._is_new = computed, True
+        if self._kept is not None and state is not None:
+            shards = self._kept.compared_shards
+            _look(lambda: self.comparison.look_at_shards(state, shards))
 
     def _computed(
-        self, parts: Sequence[Part | bytes], parts_of: Ints, places: Sequence[Any], rank: int
+        self, parts: Sequence[Part | bytes], parts_of: Ints, proposals: Sequence[Proposal], rank: int
     ) -> KeptPlan | None:
         """Return the plan that this rank makes for all; None if DCP has to plan, or can say better what is wrong."""
         assert self._plan_id is not None and self._structure is not None and self._flat_state is not None
         try:
             unpacked = [part if isinstance(part, Part) else Part.unpacked(part) for part in parts]
-            lowest_rank = self._key.dedup_save_to_lowest_rank
-            shared = plan_all(unpacked, parts_of, places, lowest_rank=lowest_rank, derived=self._derived)
+            shared = plan_all(
+                unpacked,
+                parts_of,
+                [proposal.places for proposal in proposals],
+                members=[proposal.members for proposal in proposals],
+                lowest_rank=self._key.dedup_save_to_lowest_rank,
+                derived=self._derived,
+            )
             everyones = None
             if rank == 0:
                 order = list(self._flat_state if self._paths is None else self._paths)
                 everyones = ArrayPlan(shared, order, has_paths=self._paths is not None)
-            final, keys = shared.save_plan(rank), shared.compared_keys(rank)
+            final, keys, shards = shared.save_plan(rank), shared.compared_keys(rank), shared.compared_shards(rank)
         except (IrregularError, ConfigurationError) as error:
             logger.debug("DCP plans this save: %s", error)
             return None
         except Exception:  # a fault of ours must not cost the save
             logger.exception("This rank could not compute the plan of a save, so DCP plans it")
             return None
-        return KeptPlan(self._plan_id, self._key, self._structure, self._described, final, keys, everyones)
+        return KeptPlan(self._plan_id, self._key, self._structure, self._described, final, keys, shards, everyones)
 
     def _flatten(self, state_dict: dict[str, Any], *, is_coordinator: bool) -> None:
         """Take the state apart, and let a planner have it that finds it flat."""
@@ -230,13 +238,19 @@ class KeepingPlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         if self._kept is not None:
             return self.comparison.sent(SavePlan([]), self._kept.compared_keys)
-        return self.comparison.sent(self._inner.create_local_plan(), None)
+        plan, state = self._inner.create_local_plan(), self._flat_state
+        ranks = self.comparison.ranks
+        if state is not None and len(ranks) > 1:
+            _look(lambda: self.comparison.look_at_shards(state, on_some_ranks(plan, state, ranks)))
+        return self.comparison.sent(plan, None)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self._kept is not None:
             assert self._kept.everyones is not None, "each rank is the coordinator of all its saves, or of none"
             kept = self._kept.everyones
-            plans, _ = self.comparison.compared(all_plans, kept.compared_keys, kept.place_warning)
+            plans, _ = self.comparison.compared(
+                all_plans, kept.compared_keys, kept.place_warning, kept.differing_shards
+            )
             return self.comparison.told(plans), kept.metadata()
         if self._is_default:
             expect_same_kinds(all_plans, self.comparison.ranks)
@@ -265,9 +279,9 @@ class KeepingPlanner(SavePlanner):
             return dataclasses.replace(self._kept.final, storage_data=new_plan.storage_data)
         plan = self._inner.finish_plan(new_plan)
         if self._plan_id is not None and self._structure is not None:
-            own = self.comparison.own_keys
+            own, shards = self.comparison.own_keys, self.comparison.own_shards
             process_state().plans.keep(
-                KeptPlan(self._plan_id, self._key, self._structure, None, plan, own, self._everyones)
+                KeptPlan(self._plan_id, self._key, self._structure, None, plan, own, shards, self._everyones)
             )
         return plan
 
@@ -299,3 +313,11 @@ class KeepingPlanner(SavePlanner):
 
 def _here(do: Callable[[], Any]) -> Any:
     return do()
+
+
+def _look(look: Callable[[], None]) -> None:
+    """Look at values: whatever their own methods raise, that must not cost the save."""
+    try:
+        look()
+    except Exception as error:
+        logger.warning("Values of ranks are not compared: %s: %s", type(error).__name__, error)

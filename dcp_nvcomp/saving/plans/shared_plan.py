@@ -9,6 +9,7 @@ A rank's plan has its items by the number of their key; of one key it has one sh
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from functools import cache, cached_property
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -23,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from dcp_nvcomp.saving.derived import weight_fqn
 from dcp_nvcomp.saving.plans.balance import RECORD_NBYTES
 from dcp_nvcomp.saving.plans.layouts import Ints, IrregularError, Layout, layout_of, shards_of
+from dcp_nvcomp.saving.plans.meshes import ComparedShards, Differing, Members
 from dcp_nvcomp.saving.plans.structure import DTENSORS, OBJECTS, PLAIN, Part, Place
 
 _STRIDES: Final = 5  # where they are among a tensor's properties
@@ -68,6 +71,52 @@ class SharedPlan:
     def compared_keys(self, rank: int) -> tuple[tuple[str, ...], ...]:
         """Return the keys whose values a rank compares with the other ranks': those that are not sharded."""
         return tuple(self.parts[self.parts_of[rank, column]].keys for column in (PLAIN, OBJECTS))
+
+    @cached_property
+    def _apart(self) -> tuple[Ints, npt.NDArray[np.int32]]:
+        """The shards that ranks of several meshes have: of each key its row or -1, and there the shard of each rank."""
+        distinct = {id(layout): layout for layout in self.layouts if len(layout.apart)}
+        row_of = {at: row for row, at in enumerate(distinct)}
+        shards = np.full((len(distinct), self.rank_count), -1, np.int32)
+        for row, layout in enumerate(distinct.values()):
+            mine = np.isin(layout.shard_at, layout.apart)
+            shards[row, layout.ranks[mine]] = layout.shard_at[mine]
+        return np.array([row_of.get(id(layout), -1) for layout in self.layouts], np.int64), shards
+
+    def _apart_of(self, rank: int) -> tuple[Ints, Ints]:
+        """Return the keys of which a rank has a shard that other meshes have, too, and the shard of each."""
+        row_of, shards = self._apart
+        keys = self.numbers[self.parts_of[rank, DTENSORS]]
+        if not len(shards):
+            return keys[:0], keys[:0]
+        keys = keys[row_of[keys] >= 0]
+        own = shards[row_of[keys], rank].astype(np.int64)
+        return keys[own >= 0], own[own >= 0]
+
+    def compared_shards(self, rank: int) -> ComparedShards:
+        """Return the shards that a rank compares with those of other meshes."""
+        return ComparedShards(tuple([self.keys[key] for key in self._apart_of(rank)[0].tolist()]))
+
+    def differing_shards(self, values: Sequence[array[int]]) -> dict[str, list[int]]:
+        """Return the keys of shards that differ between meshes, and ranks that have one of them, by all ranks' values.
+
+        A rank without values is left out: it could not look at its shards.
+        """
+        differing = Differing()
+        if not any(values):  # usual, and quick
+            return differing.ranks
+        first = np.full(self.shard_count, -1, np.int64)  # the rank with the value
+        seen = np.zeros(len(first), np.int64)
+        for rank, numbers in enumerate(values):
+            keys, own = self._apart_of(rank)
+            if not len(keys) or len(keys) != len(numbers):
+                continue
+            shards, found = self.starts[keys] + own, np.frombuffer(numbers, f"u{numbers.itemsize}").astype(np.int64)
+            fresh = first[shards] < 0
+            first[shards[fresh]], seen[shards[fresh]] = rank, found[fresh]
+            for at in np.flatnonzero(seen[shards] != found).tolist():
+                differing.add(self.keys[keys[at]], int(own[at]), int(first[shards[at]]), rank)
+        return differing.ranks
 
     def save_plan(self, rank: int) -> SavePlan:
         """Return the final plan of a rank."""
@@ -117,6 +166,7 @@ def plan_all(
     parts_of: Ints,
     places: Sequence[tuple[Place, ...]],
     *,
+    members: Sequence[tuple[Members, ...]],
     lowest_rank: bool,
     derived: Mapping[str, str],
 ) -> SharedPlan:
@@ -126,6 +176,7 @@ def plan_all(
         parts: the distinct ones: those of DTensors, of plain tensors, of objects.
         parts_of: (ranks, 3) which of them each rank has.
         places: of each rank in its meshes.
+        members: of the meshes of each rank.
         lowest_rank: let the lowest rank write what several have, as DCP's `dedup_save_to_lowest_rank`.
         derived: keys of masters, and of their weights, which the same rank is to write.
 
@@ -146,10 +197,11 @@ def plan_all(
     layouts = []
 
     @cache
-    def inside(number: int, mesh: int) -> tuple[Ints, Ints]:
-        """Return the ranks with a part that are in one of its meshes, and their places."""
+    def inside(number: int, mesh: int) -> tuple[Ints, Ints, Ints]:
+        """Return the ranks with a part that are in one of its meshes, who else is in that, and their places."""
         having = [rank for rank in ranks_of[number].tolist() if places[rank][mesh] is not None]
-        return np.array(having, np.int64), np.array([places[rank][mesh] for rank in having], np.int64)
+        ranks, within = np.array(having, np.int64), np.array([members[rank][mesh] for rank in having], np.int64)
+        return ranks, within, np.array([places[rank][mesh] for rank in having], np.int64)
 
     for signature in map(tuple, signatures.values()):
         if signature not in known:
@@ -178,7 +230,7 @@ def _layout(
     parts: Sequence[Part],
     ranks_of: Sequence[Ints],
     column_of: Sequence[int],
-    inside: Callable[[int, int], tuple[Ints, Ints]],
+    inside: Callable[[int, int], tuple[Ints, Ints, Ints]],
 ) -> Layout:
     (column, *others) = {column_of[number] for number, _ in signature}
     if others:
@@ -199,14 +251,22 @@ def _layout(
         ranks = ranks_of[number]
         if kind.mesh is None:
             whole = np.tile(np.array(shape, np.int64), (len(ranks), 1)).reshape(len(ranks), len(shape))
-            found.append((ranks, np.zeros_like(whole), whole))
+            found.append((ranks, np.zeros_like(ranks), np.zeros_like(whole), whole))
             continue
-        ranks, at = inside(number, kind.mesh)
-        found.append((ranks, *shards_of(shape, parts[number].mesh_shapes[kind.mesh], kind.cuts, at)))
-    ranks, offsets, sizes = (np.concatenate(values) for values in zip(*found, strict=True))
+        ranks, within, at = inside(number, kind.mesh)
+        found.append((ranks, within, *shards_of(shape, parts[number].mesh_shapes[kind.mesh], kind.cuts, at)))
+    ranks, members, offsets, sizes = (np.concatenate(values) for values in zip(*found, strict=True))
     if not len(ranks):
         raise IrregularError("No rank has a shard of a tensor.")
-    return layout_of(shape, properties, is_dtensor=column == DTENSORS, ranks=ranks, offsets=offsets, sizes=sizes)
+    return layout_of(
+        shape,
+        properties,
+        is_dtensor=column == DTENSORS,
+        ranks=ranks,
+        offsets=offsets,
+        sizes=sizes,
+        members=members,
+    )
 
 
 def _weights(numbers_of: Mapping[str, int], layouts: Sequence[Layout], derived: Mapping[str, str]) -> dict[int, int]:

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dcp_nvcomp.calls.values import PLAIN_TENSORS, Path
 from dcp_nvcomp.format.metadata.paths import stored_paths
 from dcp_nvcomp.saving.plans.layouts import Cut, shards_of
+from dcp_nvcomp.saving.plans.meshes import Members, members_of
 
 DTENSORS, PLAIN, OBJECTS = range(3)
 _HAS_STRIDES: Final = "strides" in TensorProperties.__dataclass_fields__  # torch >= 2.15
@@ -42,7 +43,7 @@ class Structure:
     keys: tuple[tuple[str, ...], ...]  # of each part
     kinds: tuple[tuple[int, ...], ...]  # of each key of a part, a number in `distinct`; none of objects
     distinct: tuple[tuple[Any, ...], ...]  # what the values of one kind have in common on this rank
-    meshes: tuple[tuple[tuple[int, ...], Place], ...]  # shape, and this rank's place
+    meshes: tuple[tuple[tuple[int, ...], Place, Members], ...]  # shape, this rank's place, and who is in it
     paths: Mapping[str, Path] | None
     empty: tuple[str, ...]  # keys of empty containers
 
@@ -81,7 +82,7 @@ def structure_of(state: Mapping[str, Any], paths: Mapping[str, Path] | None) -> 
                 continue
             keys[part].append(fqn)
             kinds[part].append(distinct.setdefault(kind, len(distinct)))
-    places = tuple((tuple(mesh.shape), _place(mesh.get_coordinate())) for mesh in meshes)
+    places = tuple((tuple(mesh.shape), _place(mesh.get_coordinate()), _members(mesh)) for mesh in meshes)
     return Structure(tuple(map(tuple, keys)), tuple(map(tuple, kinds)), tuple(distinct), places, paths, tuple(empty))
 
 
@@ -93,6 +94,10 @@ def _properties(tensor: torch.Tensor, requires_grad: bool) -> tuple[Any, ...]:
 
 def _place(coordinate: Any) -> Place:
     return None if coordinate is None else tuple(map(int, coordinate))
+
+
+def _members(mesh: Any) -> Members:
+    return members_of(mesh.mesh.flatten().tolist())
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,7 @@ class Part:
 class Described:
     parts: tuple[Part, ...]
     places: tuple[Place, ...]  # of this rank in each mesh
+    members: tuple[Members, ...]  # of each mesh
 
 
 def described(structure: Structure, state: Mapping[str, Any]) -> Described | None:
@@ -170,12 +176,13 @@ def described(structure: Structure, state: Mapping[str, Any]) -> Described | Non
                 return None
             numbers[kind] = renumbered.setdefault(found, len(renumbered))
         paths = {} if structure.paths is None else {fqn: structure.paths[fqn] for fqn in keys}
-        shapes = tuple(shape for shape, _ in structure.meshes) if not parts else ()
+        shapes = tuple(shape for shape, *_ in structure.meshes) if not parts else ()
         empty = structure.empty if len(parts) == OBJECTS else ()
         parts.append(
             Part(keys, tuple([numbers[kind] for kind in kinds]), tuple(renumbered), shapes, *stored_paths(paths), empty)
         )
-    return Described(tuple(parts), tuple(place for _, place in structure.meshes))
+    _, places, members = zip(*structure.meshes, strict=True) if structure.meshes else ((), (), ())
+    return Described(tuple(parts), places, members)
 
 
 def _kind(structure: Structure, number: int, value: torch.Tensor) -> TensorKind | None:
@@ -186,7 +193,7 @@ def _kind(structure: Structure, number: int, value: torch.Tensor) -> TensorKind 
         offsets, sizes, kind = (0,) * len(shape), shape, TensorKind((), shape)
     else:
         mesh, placements, local_shape = structure.distinct[number][-3:]
-        mesh_shape, place = structure.meshes[mesh]
+        mesh_shape, place, _ = structure.meshes[mesh]
         cuts = _cuts(placements)
         if cuts is None:
             return None

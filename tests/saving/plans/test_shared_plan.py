@@ -78,7 +78,8 @@ def computed(
     parts_of = np.array([[order[at, part.digest] for at, part in enumerate(_parts(rank))] for rank in ranks])
     places = [rank.described.places for rank in ranks if rank.described is not None]
     distinct = [parts[key] for key in order]
-    return plan_all(distinct, parts_of, places, lowest_rank=lowest_rank, derived=derived)
+    members = [rank.described.members for rank in ranks if rank.described is not None]
+    return plan_all(distinct, parts_of, places, members=members, lowest_rank=lowest_rank, derived=derived)
 
 
 def _parts(rank: Rank) -> tuple[Part, ...]:
@@ -241,6 +242,32 @@ BUILDS = (fsdp, hsdp, fsdp_and_tp, hsdp_and_tp, parts_of_the_mesh, pipeline, of_
 @pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
 def test_layouts_of_training_are_planned_as_dcp_does(build: Build, world: int) -> None:
     assert assert_as_dcp(build, world)
+
+
+def stages_alike(rank: int, world: int) -> State:
+    """Two stages, each on a mesh of its own, which call their first layer the same; one has another layer as well."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("pp", "dp"))
+    stage = 0 if rank < world // 2 else 1
+    made = {"first": dtensor(mesh["dp"], [Shard(0)], (16, 8)), f"w{stage}": dtensor(mesh["dp"], [Shard(0)], (16, 8))}
+    return {"model": made, "embedding": dtensor(mesh, [Replicate(), Shard(0)], (16, 8)), **common()}
+
+
+def test_shards_of_several_meshes_are_compared_and_no_others() -> None:
+    for build in (fsdp, hsdp, fsdp_and_tp, hsdp_and_tp, pipeline, of_each_rank):
+        plan = computed([on_rank(rank, 8, build) for rank in range(8)])
+        assert not any(plan.compared_shards(rank).keys for rank in range(8)), build
+        assert plan.differing_shards([array("I")] * 8) == {}
+    plan = computed([on_rank(rank, 8, parts_of_the_mesh) for rank in range(8)])
+    assert len(plan.compared_shards(5).keys) == len(SHAPES)
+    plan = computed([on_rank(rank, 8, stages_alike) for rank in range(8)])
+    assert [plan.compared_shards(rank).keys for rank in range(8)] == [("model.first",)] * 8
+    for values, found in {
+        (1, 2, 3, 4, 1, 2, 3, 4): {},
+        (1, 2, 3, 4, 1, 2, 3, 5): {"model.first": [3, 7]},
+        (1, 2, 3, 4, 5, 6, 7, 8): {"model.first": [0, 4]},
+        (1, None, 3, 4, 1, 2, 9, 4): {"model.first": [2, 6]},  # a rank that could not look
+    }.items():
+        assert plan.differing_shards([array("I") if one is None else array("I", [one]) for one in values]) == found
 
 
 def masters(rank: int, world: int) -> State:
