@@ -34,14 +34,17 @@ _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def default_budget_nbytes(state_nbytes: int) -> int:
-    """Return the smaller of twice the state's size and a quarter of what the host has free for each of its ranks."""
+def default_budget_nbytes(state_nbytes: int, in_use_nbytes: int) -> int:
+    """Return the smaller of twice the state's size and a quarter of what the host has free for each of its ranks.
+
+    A small state has room beside what the saves of other states hold: training would wait until these are written.
+    """
     wanted = max(2 * state_nbytes, _MIN_BUDGET_NBYTES)
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's
     free = free_nbytes()
-    if free is None:
-        return wanted
-    return min(wanted, free // 4 // (int(ranks) if ranks.isdecimal() and int(ranks) else 1))
+    if free is not None:
+        wanted = min(wanted, free // 4 // (int(ranks) if ranks.isdecimal() and int(ranks) else 1))
+    return wanted if 2 * state_nbytes > _MIN_BUDGET_NBYTES else wanted + in_use_nbytes
 
 
 def free_nbytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int | None:
@@ -114,6 +117,10 @@ class StagingBudget:
     def __init__(self) -> None:
         self._in_use_nbytes = 0
         self._changed = threading.Condition()
+
+    @property
+    def in_use_nbytes(self) -> int:
+        return self._in_use_nbytes
 
     def reserve(self, nbytes: int, limit_nbytes: int, give_up: Callable[[], bool]) -> bool:
         """Reserve `nbytes` once no more than `limit_nbytes` are in use with them."""

@@ -94,7 +94,7 @@ class Staging:
                 return part.run(resolve, engine=engine, remembered=remembered, progress=progress)
             self._memory = StagingMemory(
                 self._stores,
-                default_budget_nbytes(part.nbytes) if budget_nbytes is None else budget_nbytes,
+                self._budget_nbytes(budget_nbytes, part.nbytes),
                 state_nbytes=part.nbytes,
                 may_use_cuda=engine.may_use_cuda(),
             )
@@ -114,6 +114,10 @@ class Staging:
             if self._memory is not None:
                 self._memory.end()
 
+    def _budget_nbytes(self, given_nbytes: int | None, state_nbytes: int) -> int:
+        in_use_nbytes = self._stores.budget.in_use_nbytes
+        return default_budget_nbytes(state_nbytes, in_use_nbytes) if given_nbytes is None else given_nbytes
+
     def copy_early(self, items: Sequence[WriteItem], resolve: Resolve, budget_nbytes: int | None) -> None:
         """Copy the state before DCP's part of the save; `write` raises errors, as other ranks wait in collectives."""
         try:
@@ -126,8 +130,7 @@ class Staging:
 
     def _copy(self, items: Sequence[WriteItem], resolve: Resolve, budget_nbytes: int | None, *, may_wait: bool) -> None:
         if self._copied is not None:
-            if budget_nbytes is None:
-                budget_nbytes = default_budget_nbytes(sum(map(planned_nbytes, items)))
+            budget_nbytes = self._budget_nbytes(budget_nbytes, sum(map(planned_nbytes, items)))
             outcome = self._copied.copy(items, resolve, budget_nbytes, may_wait=may_wait)
             if outcome == "refused":
                 self._copied.end()

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,21 @@ def test_a_small_budget_holds_training_back_and_says_so_once(tmp_path: Path, cap
 
 
 @pytest.mark.ci
+def test_a_small_state_does_not_wait_for_a_large_one(tmp_path: Path, gate: Gate) -> None:
+    """As of a data loader beside a model: its save would be staged when that of the model is written."""
+    model = begin({"w": torch.randn(20 << 20)}, tmp_path / "model")
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            loader = pool.submit(begin, {"position": torch.arange(1000)}, tmp_path / "loader").result(PATIENCE_SECONDS)
+            assert loader.staging_completion.exception() is None
+            assert not model.upload_completion.done()
+        finally:
+            gate.open()
+    for saving in (model, loader):
+        saving.upload_completion.result(PATIENCE_SECONDS)
+    assert_loads(tmp_path / "loader", {"position": torch.arange(1000)})
+
+
 def test_the_state_is_let_go_once_it_is_staged(tmp_path: Path, gate: Gate) -> None:
     gc.collect()
     gc.disable()
