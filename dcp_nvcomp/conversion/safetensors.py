@@ -45,8 +45,8 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem, check_relative_path, published_name
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
-# One of several files of a model, as huggingface_hub names them.
-_OF_SEVERAL: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+# One of several files of a model, as huggingface_hub names them; those of stock DCP, `shard-...`, are of a rank each.
+_OF_SEVERAL: Final = re.compile(r"(?!shard-\d)(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 class SafetensorsSource(Source):
@@ -87,7 +87,8 @@ class SafetensorsSource(Source):
             try:
                 weight_map = parse_json(data)["weight_map"]
                 wanted = [check_relative_path(one, path=self.path) for one in sorted(set(weight_map.values()))]
-                self._index = {key: linked_to(f"{directory}/{one}") for key, one in weight_map.items()}
+                real = {one: linked_to(f"{directory}/{one}") for one in wanted}
+                self._index = {key: real[one] for key, one in weight_map.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CorruptDataError(
                     "This is not an index of safetensors.", path=filesystem.location(name)
@@ -103,15 +104,19 @@ class SafetensorsSource(Source):
 
     def _check_numbers(self, names: Sequence[str]) -> None:
         """Refuse a part of a model's files, which say in their names how many they are."""
-        there = {found.group(1, 2, 3) for name in names if (found := _OF_SEVERAL.fullmatch(name))}
-        for stem, _, count in sorted(there):
-            for number in range(1, min(int(count), len(names) + 1) + 1):
-                if (stem, f"{number:05d}", count) not in there:
-                    raise IncompleteCheckpointError(
-                        f"The file {stem}-{number:05d}-of-{count}.safetensors is missing: fetch it too, or give the "
-                        "files one by one.",
-                        path=self.path,
-                    )
+        there: dict[tuple[str, str], set[int]] = {}
+        for name in names:
+            if found := _OF_SEVERAL.fullmatch(name):
+                there.setdefault((found[1], found[3]), set()).add(int(found[2]))
+        for (stem, count), numbers in sorted(there.items()):
+            first = 0 if 0 in numbers else 1
+            missing = next((one for one in range(first, first + int(count)) if one not in numbers), None)
+            if missing is not None:
+                raise IncompleteCheckpointError(
+                    f"The file {stem}-{missing:05d}-of-{count}.safetensors is missing: fetch it too, or give the files "
+                    "one by one.",
+                    path=self.path,
+                )
 
     def _header(self, file: str) -> list[StoredPart]:
         filesystem, name = self._file(file)
@@ -141,8 +146,8 @@ class SafetensorsSource(Source):
         for key, file in self._index.items():
             if (key, file) not in there:
                 raise IncompleteCheckpointError(
-                    f"{INDEX_NAME} says that this tensor is in this file, which lacks it: one of the two is older than "
-                    "the other, so fetch both again.",
+                    f"{INDEX_NAME} says that this tensor is in this file, which lacks it: if one of the two is older "
+                    "than the other, fetch both again; if the tensor is not needed, convert without the index.",
                     path=without_secrets(file),
                     fqn=key,
                 )

@@ -35,6 +35,7 @@ from dcp_nvcomp.calls.values import (
 from dcp_nvcomp.errors import (
     ConfigurationError,
     DtypeMismatchError,
+    MetadataError,
     MissingKeyError,
     ShapeMismatchError,
 )
@@ -111,6 +112,7 @@ class WholeTensorPlanner(DefaultLoadPlanner):
             if missing is not None:
                 raise MissingKeyError(missing_key(missing, saved))
         items, others, shards = list[ReadItem](), dict[str, Any](), SavedShards()
+        wanted_numel: dict[str, int] = {}  # of tensors that may be in several shards
         with collector_paused():
             for fqn, value in self.state_dict.items():
                 item = saved.get(fqn)
@@ -120,9 +122,13 @@ class WholeTensorPlanner(DefaultLoadPlanner):
                     if value.device_mesh.get_coordinate() is not None:
                         wanted = value.__create_chunk_list__()  # type: ignore[no-untyped-call]
                         items += shards.items(fqn, item.chunks, wanted)
+                        wanted_numel[fqn] = sum(part.sizes.numel() for part in wanted)
                 else:
                     others[fqn] = value
+                    if type(item) is TensorStorageMetadata and (type(value) in PLAIN_TENSORS or type(value) is DTensor):
+                        wanted_numel[fqn] = _local_numel(value)
         rest = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
+        _check_found(wanted_numel, items + rest.items)
         return LoadPlan(items + rest.items)
 
     def unplaced(self, asked: Collection[str]) -> Collection[str]:
@@ -233,6 +239,30 @@ def _check(fqn: str, value: torch.Tensor, saved: Any, *, may_cast: bool) -> None
             "of that dtype, or let `load` convert with dtype='cast'.",
             fqn=fqn,
         )
+
+
+def _local_numel(tensor: torch.Tensor) -> int:
+    """Return how many elements of a tensor this rank has."""
+    if not isinstance(tensor, DTensor):
+        return tensor.numel()
+    with torch.no_grad():
+        return tensor.to_local().numel() if tensor.device_mesh.get_coordinate() is not None else 0
+
+
+def _check_found(wanted_numel: Mapping[str, int], items: Sequence[ReadItem]) -> None:
+    """Refuse shards that leave out a part of what this rank is to load: it would stay as it was."""
+    found_numel = dict.fromkeys(wanted_numel, 0)
+    for item in items:
+        if item.dest_index.fqn in found_numel:
+            found_numel[item.dest_index.fqn] += item.lengths.numel()
+    for fqn, wanted in wanted_numel.items():
+        found = found_numel[fqn]
+        if found < wanted:
+            raise MetadataError(
+                f"The shards that `.metadata` lists leave a part of this tensor out: they hold {found} of the {wanted} "
+                "elements that this rank is to load.",
+                fqn=fqn,
+            )
 
 
 def _check_object(fqn: str, value: Any, saved: Any) -> None:

@@ -45,9 +45,7 @@ class Wanted:
     def of(item: ReadItem, stored: Any, shards: ShardIndex) -> Wanted:
         index = item.storage_index
         shard = shards.find(index)
-        if shard is not None:
-            shards.check_whole(index.fqn)
-        elif shards.is_tensor(index.fqn):
+        if shard is None and shards.is_tensor(index.fqn):
             raise MetadataError(f"`.metadata` lists no shard at {index.offset}.", fqn=index.fqn)
         return Wanted(item, stored, shard)
 

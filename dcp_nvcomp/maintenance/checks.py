@@ -24,7 +24,7 @@ from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDat
 from dcp_nvcomp.format.data_file import DataFileRef, block_row, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import HEADER_NBYTES, check_header
-from dcp_nvcomp.format.metadata.cover import check_cover
+from dcp_nvcomp.format.metadata.rank_metadata import check_cover
 from dcp_nvcomp.format.metadata.shards import Shard, ShardIndex, StoredAt, described, matches
 from dcp_nvcomp.format.record import KIND_PACK, KIND_TENSOR, MAX_ENCODED_NBYTES, Record
 from dcp_nvcomp.loading.bases import StoredBases, base_of
@@ -63,11 +63,11 @@ class Finding:
         return values
 
 
-# It does not answer, or does not let us in. Others, such as EIO of a disk, may be of one file.
+# It does not answer. Others, such as EIO of a disk and EACCES, may be of one file.
 _OF_THE_STORAGE: Final = frozenset(
     [
-        *(errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE),
-        *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EACCES, errno.EPERM),
+        *(errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EPIPE, errno.ENOTCONN),
+        *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET),
     ]
 )
 

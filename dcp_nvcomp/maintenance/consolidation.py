@@ -215,14 +215,9 @@ def _checked(filesystem: Filesystem, name: str, footer: Footer, first: int, stop
 
 
 def _publish(filesystem: Filesystem, root: Root, written: Sequence[WrittenFile]) -> bytes:
-    places: dict[MetadataIndex, Any] = dict(root.metadata.storage_data or {})
-    for file in written:
-        places.update({index: StoredAt(file.file, record) for index, _, record in file.items})
-    metadata = dataclasses.replace(root.metadata, storage_data=places)
-    summary = _summary(root, sum(file.file.nbytes for file in written))
-    data = metadata_to_publish(metadata, path=filesystem.location(METADATA_NAME), summary=summary)
     names = [file.file.name for file in written]
     try:
+        data = _metadata(filesystem, root, written)
         # another save may have replaced it since, or a run may be removing it
         now = filesystem.read_all(METADATA_NAME, limit_nbytes=MAX_METADATA_NBYTES)
         if now != root.data or is_being_removed(filesystem):
@@ -247,6 +242,15 @@ def _publish(filesystem: Filesystem, root: Root, written: Sequence[WrittenFile])
                 remove_files(filesystem, names, _NOT_WHOLE)
         raise
     return data
+
+
+def _metadata(filesystem: Filesystem, root: Root, written: Sequence[WrittenFile]) -> bytes:
+    places: dict[MetadataIndex, Any] = dict(root.metadata.storage_data or {})
+    for file in written:
+        places.update({index: StoredAt(file.file, record) for index, _, record in file.items})
+    metadata = dataclasses.replace(root.metadata, storage_data=places)
+    summary = _summary(root, sum(file.file.nbytes for file in written))
+    return metadata_to_publish(metadata, path=filesystem.location(METADATA_NAME), summary=summary)
 
 
 def _summary(root: Root, more_nbytes: int) -> Summary | None:

@@ -13,8 +13,9 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_nvcomp.errors import MetadataError
+from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.block_grid import Box
+from dcp_nvcomp.format.metadata.rank_metadata import check_cover
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,11 @@ def items_of_box(fqn: str, described: TensorStorageMetadata, box: Box, *, path: 
         raise MetadataError(
             f"The shards that `.metadata` lists hold {found} of {box.elements} elements of {box}.", path=path, fqn=fqn
         )
+    try:  # some may overlap, and a part be missing
+        check_cover(torch.Size(box.sizes), [(item.dest_offsets, item.lengths) for item in items])
+    except CheckpointError as error:
+        error.path, error.fqn = path, fqn
+        raise
     return items
 
 

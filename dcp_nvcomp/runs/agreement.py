@@ -203,6 +203,7 @@ _OWN: Final = 5  # numbers of a call, at most
 class SignalWatch:
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         self.was_told = False
+        self._last: int | None = None
         self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
         if not signals:
@@ -223,7 +224,12 @@ class SignalWatch:
             self._put_back(number)
             os.kill(os.getpid(), number)
             return
-        self.was_told = True
+        self.was_told, self._last = True, number
+
+    def hand_on(self) -> None:
+        """Raise the last signal again, for what handled it before: no save follows that would act on it."""
+        if self._last is not None:
+            signal.raise_signal(self._last)
 
     def _put_back(self, number: int) -> None:
         handler = self._before.get(signal.Signals(number))

@@ -382,12 +382,15 @@ class CheckpointManager:
         """
         if self._is_closed:
             return
+        was_told = self._signals.was_told
         try:
             self._pipeline.wait()  # if that is interrupted, the manager can be closed again
         finally:
             self._signals.close()  # not before: a signal that is repeated would end the process, and the last save
         self._is_closed = True
         self._release()
+        if not was_told:
+            self._signals.hand_on()
         self._failures.raise_up_to(self._failures.newest)
         self._failures.raise_lost(self._made_up_for)
 

@@ -21,7 +21,7 @@ from dcp_nvcomp.errors import CheckpointError, CheckpointExistsError, StorageErr
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
 from dcp_nvcomp.format.metadata.roots import Root, is_missing, read_root
-from dcp_nvcomp.format.metadata.shares import Needed, end_removal, needed_by_others
+from dcp_nvcomp.format.metadata.shares import end_removal, needed_by_others
 from dcp_nvcomp.format.metadata.summary import Summary
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
@@ -33,7 +33,7 @@ from dcp_nvcomp.format.names import (
 )
 from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.plans.global_plan import PlannedMetadata, files_of
-from dcp_nvcomp.storage.base import BESIDE, Filesystem
+from dcp_nvcomp.storage.base import BESIDE, FileInfo, Filesystem
 from dcp_nvcomp.storage.reread import is_stored
 
 logger = logging.getLogger(__name__)
@@ -305,16 +305,24 @@ def remove_unneeded(filesystem: Filesystem, names: Iterable[str], whose: str) ->
     if not names:
         return
     try:
-        needed = needed_by_others(filesystem, filesystem.list_files())
+        needed = needed_by_others(filesystem, _listed(filesystem))
     except CheckpointError as error:
-        if not isinstance(error, StorageError) or error.errno not in _DENIED:
-            logger.warning("Files of %s are kept, as it is not known whether others share them: %s", whose, error)
-            return
-        needed = Needed()  # these credentials can't list, so they could not have shared either
+        logger.warning("Files of %s are kept, as it is not known whether others share them: %s", whose, error)
+        return
     kept = {name for name in names if name in needed}
     if kept:
         logger.info("%d files of %s stay, as checkpoints beside it share them.", len(kept), whose)
     remove_files(filesystem, names - kept, whose)
+
+
+def _listed(filesystem: Filesystem) -> list[FileInfo]:
+    """Return the files of a directory; none for credentials that can't list, which could not have shared any either."""
+    try:
+        return filesystem.list_files()
+    except StorageError as error:
+        if error.errno not in _DENIED:
+            raise
+        return []
 
 
 def remove_files(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:

@@ -218,9 +218,9 @@ def async_save(
         process_group: the ranks that save; by default all. The first save over a group makes groups of our own: where
             several threads save, let one thread make these first ones, in the same order on all ranks.
         no_dist: if True, save in this process alone.
-        wait: `"staged"` returns when the state may change. `"nothing"` returns at once: if a tensor of the state
-            is changed before `staging_completion` is done, the checkpoint mixes old and new values. Python objects are
-            those of the call in both cases: its thread pickles them.
+        wait: `"staged"` returns when the state may change. `"nothing"` returns once the save before
+            is staged: if a tensor of the state is changed before `staging_completion` is done, the checkpoint mixes old
+            and new values. Python objects are those of the call in both cases: its thread pickles them.
         on_difference: what to do if ranks have different values under the same key that are not sharded, or are on
             meshes of different ranks, of which the checkpoint keeps one, or a container and a value in the same place:
             `"warn"`, once for the same keys, or `"error"`, before anything is written. Large tensors are compared by a

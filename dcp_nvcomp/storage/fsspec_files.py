@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
 
 from dcp_nvcomp.errors import StorageError
 from dcp_nvcomp.storage.base import (
@@ -39,6 +40,8 @@ _PUT_BACK_ATTEMPTS = 3
 
 def _finds_by_itself(fs: Any) -> bool:
     """Return True if the client has a listing of its own for all that is below a folder, as those of stores do."""
+    if isinstance(fs, DirFileSystem):
+        return _finds_by_itself(fs.fs)
     return isinstance(fs, AsyncFileSystem) and type(fs)._find is not AsyncFileSystem._find
 
 

@@ -73,7 +73,7 @@ def test_what_other_ranks_had_written_goes_with_the_next_save(ranks: RankPool, t
         assert [len(files) for files in seen[30]] == [0, 0, 1, 0, 0]
     assert steps_in(tmp_path / "run") == [40, 50]
     assert file_names(tmp_path / "run" / "step-50") - {".metadata"}
-    tools.verify(tmp_path / "run" / "step-50", full=True)
+    assert tools.verify(tmp_path / "run" / "step-50", full=True).is_sound
 
 
 def _save_again(place: Path) -> None:
@@ -85,11 +85,11 @@ def _save_again(place: Path) -> None:
         _save(manager, 20)
         after = _files(place / "run", 10)
         assert after < before and len(before - after) == 1, "the rank's whose disk was not full"
-        tools.verify(place / "run" / "step-10", full=True)
+        assert tools.verify(place / "run" / "step-10", full=True).is_sound
         dist.barrier()
         _save(manager, 20, full=0)
         _save(manager, 20)
-        tools.verify(place / "run" / "step-20", full=True)
+        assert tools.verify(place / "run" / "step-20", full=True).is_sound
 
 
 def test_what_the_checkpoint_at_that_place_has_stays(ranks: RankPool, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_what_may_yet_be_published_stays(tmp_path: Path, monkeypatch: pytest.Mon
     assert _complete(tmp_path) == [1, 3, 4]
     late[0]()
     assert _complete(tmp_path) == [1, 2, 3, 4]
-    tools.verify(tmp_path / "step-2", full=True)
+    assert tools.verify(tmp_path / "step-2", full=True).is_sound
 
 
 def test_what_is_published_stays_if_the_save_failed_after_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_what_is_published_stays_if_the_save_failed_after_that(tmp_path: Path, m
     monkeypatch.setattr(NvcompWriter, "finish", finish_and_fail)
     _saves_of_one(tmp_path, [1, 2, 3, 4])
     assert _complete(tmp_path) == [1, 2, 3, 4]
-    tools.verify(tmp_path / "step-2", full=True)
+    assert tools.verify(tmp_path / "step-2", full=True).is_sound
 
 
 class _Writer:
@@ -182,4 +182,4 @@ def test_what_the_checkpoint_names_after_all_stays(tmp_path: Path) -> None:
     assert not writer.is_unpublished
     writer.remove_unpublished()
     assert file_names(tmp_path) == before
-    tools.verify(tmp_path, full=True)
+    assert tools.verify(tmp_path, full=True).is_sound

@@ -394,6 +394,28 @@ def test_signals_are_given_back_once_all_is_saved_and_if_that_is_interrupted(
     manager.close()
 
 
+def test_a_signal_that_comes_while_a_manager_is_closed_is_handed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No save follows that would act on it, and the program would go on for as long as it is let."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    try:
+        manager = CheckpointManager(tmp_path / "run", preemption_signals=(signal.SIGUSR1,))
+        wait = manager._pipeline.wait
+
+        def told() -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            assert not came
+            wait()
+
+        monkeypatch.setattr(manager._pipeline, "wait", told)
+        manager.close()
+        assert came == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 # --- leases ----------------------------------------------------------------------------------------------------------
 
 

@@ -587,6 +587,23 @@ def test_a_mark_of_another_save_than_the_published_one(tmp_path: Path) -> None:
     assert file.name in needed and not needed.everything
 
 
+def test_credentials_that_may_not_ask_for_the_time(tmp_path: Path, monkeypatch: Any) -> None:
+    """What others share stays all the same."""
+    state = _state()
+    _save(state, tmp_path / "a", ())
+    _save(state, tmp_path / "b", tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.distcp")
+
+    def denied(_: Any) -> float:
+        raise StorageError("forbidden", errno=errno.EACCES)
+
+    monkeypatch.setattr(PosixFilesystem, "now_seconds", denied)
+    leave_marks(open_filesystem(tmp_path / "a"), "c", [f"../a/{file.name}"], uuid.uuid4().hex)
+    _save({"x": torch.zeros(3)}, tmp_path / "a", None)
+    assert file.exists()
+    assert_loads(tmp_path / "b", state)
+
+
 def test_the_summary_says_what_is_shared(tmp_path: Path) -> None:
     state = _state()
     _save(state, tmp_path / "a", ())

@@ -29,7 +29,6 @@ from dcp_nvcomp.errors import CheckpointError, MetadataError
 from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.allowed_globals import LIMIT, MAX_DIMS, TRUST_ADVICE
-from dcp_nvcomp.format.metadata.cover import WholeTensors
 from dcp_nvcomp.format.metadata.rows import MetadataArrays, sample_of, serialize_arrays, unfolded
 from dcp_nvcomp.format.metadata.serialization import (
     fits_earlier_readers,
@@ -65,7 +64,6 @@ def publication(metadata: Metadata, *, path: str, summary: Summary | None = None
         data, shared = _shortest(normal, doubtful, summary)
         _check_length(data, path)
         _check_readable(normal, doubtful, data, path=path)
-        WholeTensors().check_all((shared or normal).state_dict_metadata)
         is_settled = not doubtful and shared is not None and _fits(normal, len(data) // 2)
         return Publication(data, shared if is_settled else None)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_nvcomp.errors import CheckpointError, IncompleteCheckpointError, MetadataError
-from dcp_nvcomp.format.metadata.cover import check_cover
 
 _Shards = dict[torch.Size, tuple[torch.Size, int]]  # offsets -> (sizes, the rank that has it)
 
@@ -129,3 +129,44 @@ def _merge_shards(items: dict[int, TensorStorageMetadata]) -> _Shards:
                     f"one of {tuple(shard.sizes)}."
                 )
     return shards
+
+
+def check_cover(size: torch.Size, shards: Sequence[tuple[torch.Size, torch.Size]]) -> None:
+    """Raise unless the shards, whose offsets differ, are disjoint and together the whole tensor."""
+    boxes = [(offsets, sizes) for offsets, sizes in shards if 0 not in sizes]
+    if 0 in size or _is_grid(size, boxes):
+        return
+    _check_disjoint(boxes)
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(size):
+        raise IncompleteCheckpointError("The shards together leave a part of this tensor unsaved.")
+
+
+def _is_grid(size: torch.Size, boxes: Sequence[tuple[torch.Size, torch.Size]]) -> bool:
+    """True if the boxes are all cells of a grid over the whole tensor, the usual case and a quick check."""
+    cells = 1
+    for dim, length in enumerate(size):
+        cuts = sorted({(offsets[dim], offsets[dim] + sizes[dim]) for offsets, sizes in boxes})
+        starts = [start for start, _ in cuts]
+        if starts != [0, *(stop for _, stop in cuts)][: len(cuts)] or not cuts or cuts[-1][1] != length:
+            return False
+        cells *= len(cuts)
+    return cells == len(boxes)
+
+
+def _check_disjoint(boxes: Sequence[tuple[torch.Size, torch.Size]]) -> None:
+    """Sweep along the dimension with the most cuts, comparing each box with those that it overlaps there."""
+    dims = range(len(boxes[0][0])) if boxes else range(0)
+    sweep = max(dims, key=lambda dim: len({offsets[dim] for offsets, _ in boxes}), default=0)
+    active: list[tuple[torch.Size, torch.Size]] = []
+    for offsets, sizes in sorted(boxes, key=lambda box: box[0][sweep] if dims else 0):
+        active = [other for other in active if other[0][sweep] + other[1][sweep] > offsets[sweep]]
+        for other_offsets, other_sizes in active:
+            if all(
+                offsets[dim] < other_offsets[dim] + other_sizes[dim] and other_offsets[dim] < offsets[dim] + sizes[dim]
+                for dim in dims
+            ):
+                raise MetadataError(
+                    f"The shard at {tuple(offsets)} of {tuple(sizes)} overlaps the one at {tuple(other_offsets)} of "
+                    f"{tuple(other_sizes)}."
+                )
+        active.append((offsets, sizes))

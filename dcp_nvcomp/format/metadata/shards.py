@@ -17,7 +17,6 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from dcp_nvcomp.format.data_file import DataFileRef
-from dcp_nvcomp.format.metadata.cover import WholeTensors
 from dcp_nvcomp.format.record import KIND_BYTES, KIND_TENSOR, KIND_TORCH_SAVE, Record
 from dcp_nvcomp.storage.base import BESIDE
 
@@ -82,7 +81,6 @@ class ShardIndex:
     def __init__(self, state_dict_metadata: Mapping[str, Any]) -> None:
         self._described = state_dict_metadata
         self._numbers: dict[str, dict[tuple[int, ...], int]] = {}  # of a tensor's shards by offsets, where needed
-        self._whole, self._whole_tensors = set[str](), WholeTensors()
 
     def is_tensor(self, fqn: str) -> bool:
         """True if the key is a tensor's; False for a Python object, or if there is no such key."""
@@ -102,12 +100,6 @@ class ShardIndex:
         if number is None:
             return None
         return Shard(offsets, tuple(tensor.chunks[number].sizes), tuple(tensor.size), tensor.properties.dtype)
-
-    def check_whole(self, fqn: str) -> None:
-        """Raise `MetadataError` if a part of a tensor is in no shard."""
-        if fqn not in self._whole:
-            self._whole_tensors.check(fqn, self._described[fqn])
-            self._whole.add(fqn)
 
 
 def matches(record: Record, fqn: str, shard: Shard | None) -> bool:

@@ -30,7 +30,7 @@ from dcp_nvcomp.format.names import (
 )
 from dcp_nvcomp.storage.base import BESIDE, FileInfo, Filesystem
 
-# How long a mark counts whose metadata is not there: it was written right before that.
+# How long a mark counts whose save is not published: it was written right before that.
 _UNPUBLISHED_SECONDS: Final = 3600.0
 _ID_NBYTES: Final = 32  # of a save
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -119,22 +119,30 @@ def needed_by_others(filesystem: Filesystem, files: Sequence[FileInfo]) -> Neede
     marks = [(file, directory) for file in files if (directory := marking_directory(file.name)) is not None]
     found: set[str] = set()
     for file, directory in marks:
-        written = file.modified_seconds
-        is_young = written is None or filesystem.now_seconds() - written < _UNPUBLISHED_SECONDS
         try:
             marking = filesystem.read_all(file.name, limit_nbytes=_ID_NBYTES).decode("ascii", "replace")
             root = _root_of(filesystem, directory, marking)
         except CheckpointError as error:
-            if is_young or not is_missing(error):
+            if not is_missing(error) or _is_young(filesystem, file):
                 return Needed(everything=True)
             continue
-        if is_young and marking != (root.save_id or ""):  # a save over that checkpoint may be about to publish
+        # a save over that checkpoint may be about to publish
+        if marking != (root.save_id or "") and _is_young(filesystem, file):
             return Needed(everything=True)
         names = {name.rpartition("/")[2] for name in root.files() if name.startswith(BESIDE)}
         found |= names & {other.name for other in files}
         if names:
             found.add(file.name)
     return Needed(frozenset(found))
+
+
+def _is_young(filesystem: Filesystem, mark: FileInfo) -> bool:
+    """Return False if a mark is certainly too old for its save to be under way."""
+    try:
+        now_seconds = filesystem.now_seconds()
+    except CheckpointError:  # of credentials that may not ask for the time, say
+        return True
+    return mark.modified_seconds is None or now_seconds - mark.modified_seconds < _UNPUBLISHED_SECONDS
 
 
 def _root_of(filesystem: Filesystem, directory: str, marking: str) -> Root:

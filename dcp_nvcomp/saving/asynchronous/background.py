@@ -59,8 +59,8 @@ class BackgroundProcess:
     """A process that encodes and writes. Any thread may call anything."""
 
     def __init__(self) -> None:
-        if not sys.executable or getattr(sys, "frozen", False):  # of a frozen program: it would train again
-            raise OSError("this Python does not know its own executable")
+        if not sys.executable or getattr(sys, "frozen", False):  # that would train again
+            raise OSError("this Python does not know its own executable, or is a frozen program")
         mine, theirs = socket.socketpair()
         try:
             for end in (mine, theirs):

@@ -121,11 +121,6 @@ REFUSED: dict[str, Change] = {
     "shard: outside": lambda m: put_shard(m, ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([2, 6]))),
     "shard: other dims": lambda m: put_shard(m, ChunkStorageMetadata(torch.Size([2]), torch.Size([2]))),
     "shard: negative": lambda m: put_shard(m, ChunkStorageMetadata(torch.Size([-1, 0]), torch.Size([2, 6]))),
-    "shard: missing": lambda m: tensor(m).chunks.pop(),
-    "shard: twice, and another missing": lambda m: put_shard(
-        m, ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 6]))
-    ),
-    "shard: one row too early": lambda m: put_shard(m, ChunkStorageMetadata(torch.Size([1, 0]), torch.Size([2, 6]))),
     "item: none": lambda m: put(m, None),
     "item: text": lambda m: put(m, "layers"),
     "key: a number": lambda m: m.state_dict_metadata.update({7: tensor(m)}),  # type: ignore[dict-item]
