@@ -18,7 +18,7 @@ from deepspeed.utils import logger
 
 from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.integrations.deepspeed import NvcompCheckpointEngine
-from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
+from dcp_nvcomp.storage.local.output import PosixReplacement
 from tests.integrations.jobs.common import Job, batch, net
 
 SAVED, LAST = 3, 5
@@ -67,17 +67,17 @@ def main() -> None:
         return
     if "plain" in more:
         job.die()
-    with patch.object(PosixFilesystem, "rename", fails if job.rank else PosixFilesystem.rename):
+    with patch.object(PosixReplacement, "_finish", fails if job.rank else PosixReplacement._finish):
         try:
             engine.save_checkpoint(run)
         except CheckpointError as error:
             job.note("failed", LAST, "no space" in str(error))
-    with patch.object(PosixFilesystem, "rename", dies if job.rank else PosixFilesystem.rename):
+    with patch.object(PosixReplacement, "_finish", dies if job.rank else PosixReplacement._finish):
         engine.save_checkpoint(run)
 
 
-def fails(filesystem: Any, written: str, final: str) -> NoReturn:
-    raise StorageError("Could not write: no space.", path=final)
+def fails(output: Any) -> NoReturn:
+    raise StorageError("Could not write: no space.", path=output._final)
 
 
 def dies(*_: Any) -> NoReturn:
