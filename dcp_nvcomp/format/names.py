@@ -25,7 +25,7 @@ _COPY_NAME: Final = re.compile(rf"__({_ID})\.metadata")
 _DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}_({_ID})\.distcp")
 _STOCK_DATA_NAME: Final = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
 
-LARGEST_STEP: Final = (1 << 63) - 1  # ranks tell each other numbers of 64 bits
+LARGEST_STEP: Final = (1 << 63) - 1  # ranks exchange numbers of 64 bits
 
 # the mark in the directory of a checkpoint that is being removed (runs/steps.py)
 REMOVING: Final = ".removing"

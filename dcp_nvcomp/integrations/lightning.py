@@ -42,7 +42,7 @@ def _publish(filesystem: Filesystem, save: FinishedSave) -> None:
 
 
 def _version(filesystem: Filesystem) -> tuple[int, int] | None:
-    """Return what differs for each `.metadata` that is published; None if there is none."""
+    """Return what differs for each `.metadata` that is published; None without one."""
     try:
         found = os.stat(filesystem.location(METADATA_NAME))
     except FileNotFoundError:

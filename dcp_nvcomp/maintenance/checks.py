@@ -75,7 +75,7 @@ _OF_THE_STORAGE: Final = frozenset(
 def finding_of(error: CheckpointError, file: str | None, fqns: tuple[str, ...] = ()) -> Finding:
     """Return the finding that an error is; raise it if the storage is at fault, which says nothing of the checkpoint.
 
-    It would be so for each block, after the time limit of each: for months, and then the checkpoint were damaged.
+    Each block would take as long as the time limit to fail, and a sound checkpoint would be reported as damaged.
     """
     if isinstance(error, StorageError) and error.errno in _OF_THE_STORAGE:
         raise error
