@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dcp_nvcomp import errors, load_compressed_checkpoint, save, save_compressed_checkpoint
+from dcp_nvcomp.saving.data_files import DataFileWriter
 from dcp_nvcomp.streams.writer import StreamWriter
 from tests.checkpoints import data_file, flip
 from tests.conftest import S3Store
@@ -199,11 +200,19 @@ class Unpicklable:
         raise RuntimeError("on purpose")
 
 
+def _fails(*_: Any) -> None:
+    raise errors.StorageError("on purpose")
+
+
 def assert_a_failed_save_leaves_the_old_file(path: str, **options: Any) -> None:
     save_compressed_checkpoint({"w": torch.ones(3)}, path, **options)
     large = torch.zeros(3 << 20)
     with pytest.raises(errors.CheckpointError):
         save_compressed_checkpoint({"w": large, "object": Unpicklable()}, path, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataFileWriter, "finish", _fails)
+        with pytest.raises(errors.StorageError, match="on purpose"):
+            save_compressed_checkpoint({"w": large}, path, **options)
     with pytest.raises(RuntimeError, match="on purpose"), StreamWriter(path, **options) as stream:
         torch.save({"w": large, "object": Unpicklable()}, stream)
     assert torch.equal(load_compressed_checkpoint(path, **options)["w"], torch.ones(3))

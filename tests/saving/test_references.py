@@ -602,6 +602,11 @@ def test_credentials_that_may_not_ask_for_the_time(tmp_path: Path, monkeypatch: 
     _save({"x": torch.zeros(3)}, tmp_path / "a", None)
     assert file.exists()
     assert_loads(tmp_path / "b", state)
+    _save(state, tmp_path / "d", ())
+    (file,) = (tmp_path / "d").glob("*.distcp")
+    leave_marks(open_filesystem(tmp_path / "d"), "b", [f"../d/{file.name}"], uuid.uuid4().hex)
+    _save({"x": torch.zeros(3)}, tmp_path / "d", None)
+    assert file.exists(), "a save over b may be about to publish that it needs it"
 
 
 def test_the_summary_says_what_is_shared(tmp_path: Path) -> None:
