@@ -25,7 +25,7 @@ endif
 PARALLEL := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # what `make test-gpu` needs on a machine without a network, and the GPU tests that need no more than that
-GPU_NEEDS := torch, cupy, nvidia.nvcomp, zstandard, crc32c, pytest, hypothesis
+GPU_NEEDS := torch, cupy, nvidia.nvcomp, zstandard, crc32c, xxhash, pytest, hypothesis
 GPU_TESTS := tests/engines tests/distributed/gpu tests/faults/test_gpu_faults.py tests/saving/test_stock_arguments.py
 
 # what has to be installed anew after a change: editable installs see all other changes at once

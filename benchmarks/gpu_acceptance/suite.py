@@ -17,7 +17,7 @@ from benchmarks.gpu_acceptance.child import Report
 from benchmarks.gpu_acceptance.host import ROOT, Host
 
 # the quick ones first: whole checkpoints take a disk's time
-_FILES = ("tests/engines/test_cuda_gpu.py", "tests/engines/test_checkpoints_gpu.py")
+_FILES = tuple(f"tests/engines/test_{name}.py" for name in ("cuda_gpu", "hashing", "checkpoints_gpu"))
 _ON_A_GPU = (*_FILES, "-m", "gpu and not hostile", "--require-gpu")
 _ON_THE_STAND_IN = ("tests/engines/test_cuda_stand_in.py", "-m", "", "-k", "reference")
 

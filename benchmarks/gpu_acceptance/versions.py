@@ -31,6 +31,7 @@ _MODULES = {
     "nvidia.nvcomp": ("nvidia-nvcomp-cu13", "nvidia-nvcomp-cu12"),
     "zstandard": ("zstandard",),
     "crc32c": ("crc32c",),
+    "xxhash": ("xxhash",),
     "fsspec": ("fsspec",),
     "pytest": ("pytest",),
     "hypothesis": ("hypothesis",),

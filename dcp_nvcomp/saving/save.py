@@ -31,6 +31,7 @@ from dcp_nvcomp.calls.suggestions import storage_of
 from dcp_nvcomp.calls.values import is_default_planner, leaves, try_check, try_values_of, wrapped
 from dcp_nvcomp.codecs.choose import needs_gpu
 from dcp_nvcomp.engines.choice import has_cuda_engine
+from dcp_nvcomp.engines.cuda.streams import stream_beside
 from dcp_nvcomp.errors import CheckpointError, EarlierSaveError, RanksDifferError
 from dcp_nvcomp.options import check_choice, option_names
 from dcp_nvcomp.saving.asynchronous.device_copies import DeviceCopies
@@ -372,9 +373,7 @@ class CallersStreams:
             if self._current is not None:
                 torch.cuda.set_device(self._current)
             for device, event in self._events.items():
-                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                stream.wait_event(event)
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(stream_beside(device, event))
             if self._current is not None:  # the last stream's device became the current one
                 stack.enter_context(torch.cuda.device(self._current))
             yield

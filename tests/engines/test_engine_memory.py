@@ -21,6 +21,7 @@ from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda import pool
 from dcp_nvcomp.engines.cuda.arena import Arena, NvcompMemory
 from dcp_nvcomp.engines.cuda.coders import NvcompCoders
+from dcp_nvcomp.engines.cuda.device import FreeMemory
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, DecodeJob, EncodeJob, EnginePolicy
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
 from dcp_nvcomp.engines.cuda.pool import ENGINES_PER_DEVICE, EnginePool, release_device_memory, shared_pool
@@ -451,15 +452,19 @@ def test_nvcomp_keeps_no_arena_of_a_device_that_is_gone() -> None:
 
 def test_the_default_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of what is free, at most 2 GiB, and the same for all saves and loads of a process that uses a GPU."""
-    free: list[int | None] = [None]
-    monkeypatch.setattr(pool, "free_memory_nbytes", lambda: free[0])
+    free: list[FreeMemory | None] = [None]
+    monkeypatch.setattr(pool, "free_memory", lambda: free[0])
     shared = EnginePool()
     assert shared.default_budget_nbytes() == 2 << 30
-    free[0] = 5 << 30
+    free[0] = FreeMemory(3 << 30, 2 << 30)
     assert shared.default_budget_nbytes() == (5 << 30) // 10
-    free[0] = 80 << 30
+    free[0] = FreeMemory(60 << 30, 20 << 30)
     assert shared.default_budget_nbytes() == (5 << 30) // 10
     assert EnginePool().default_budget_nbytes() == 2 << 30
+    free[0] = FreeMemory(3 << 30, 70 << 30)
+    assert EnginePool().default_budget_nbytes() == 3 << 29, "what torch has cached is training's"
+    free[0] = FreeMemory(0, 70 << 30)
+    assert EnginePool().default_budget_nbytes() == 256 << 20
     monkeypatch.setattr(choice, "shared_pool", lambda: shared)
     assert EngineChoice("auto").policy(None).device_memory_budget == (5 << 30) // 10 // ENGINES_PER_DEVICE
     assert EngineChoice("auto").policy(1000).device_memory_budget == 1000 // ENGINES_PER_DEVICE

@@ -16,8 +16,10 @@ import zstandard
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_nvcomp.codecs import Bytes, CodecChain, Deflate, Planes, Zstd
-from dcp_nvcomp.codecs.base import BlockRow, EncodedBlock, checksum, padded
+from dcp_nvcomp.codecs.base import U8, BlockRow, Coder, EncodedBlock, checksum, padded
 from dcp_nvcomp.engines.cpu import CpuEngine
+from dcp_nvcomp.engines.cuda import slice_coders
+from dcp_nvcomp.engines.cuda.batches import I64
 from dcp_nvcomp.engines.cuda.device import Launch
 from dcp_nvcomp.engines.cuda.engine import CudaEngine, EnginePolicy
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine
@@ -121,6 +123,26 @@ def test_frames_of_other_encoders(without: str) -> None:
     assert [one.out.numpy().tobytes() for one in jobs] == [block.tobytes() for block in expected]
     assert nvcomp_calls(engine) == ([] if without else [("decode", len(others.row.slice_nbytes))])
     assert engine.health.wrong_blocks == 0
+
+
+def test_only_frames_that_have_to_be_looked_at_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU engine leaves the short last slice of a tensor to libzstd; the rest of a batch is our kernels'."""
+    looked_at: list[int] = []
+    faults = slice_coders.frame_faults
+
+    def watched(coder: Coder, memory: U8, *frames: I64) -> dict[int, str]:
+        looked_at.append(memory.size)
+        return faults(coder, memory, *frames)
+
+    monkeypatch.setattr(slice_coders, "frame_faults", watched)
+    engine = engine_of()
+    long, short = weights(2, 100_000), weights(2, 4 * KIB + 200)
+    jobs = [job(cpu_encode(block, LITERALS_ONLY), LITERALS_ONLY) for block in (short, long, short)]
+    engine.decode(jobs, verify="stored")
+    expected = [short, long, short]
+    assert [one.out.numpy().tobytes() for one in jobs] == [block.tobytes() for block in expected]
+    assert nvcomp_calls(engine) and engine.health.wrong_blocks == 0
+    assert looked_at and sum(looked_at) < 2 * short.nbytes
 
 
 def spoiling(kernel: str) -> Launch:

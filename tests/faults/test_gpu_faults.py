@@ -21,6 +21,7 @@ from dcp_nvcomp import NvcompReader, NvcompWriter, errors
 from dcp_nvcomp.engines.choice import EngineChoice
 from dcp_nvcomp.engines.cuda import fallback as copying
 from dcp_nvcomp.engines.cuda.engine import EnginePolicy
+from dcp_nvcomp.engines.cuda.pool import release_device_memory
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason
 from dcp_nvcomp.engines.tensors import plain_allocate
 from dcp_nvcomp.loading import decoder as decoding
@@ -214,6 +215,7 @@ def without_memory() -> Iterator[Callable[[], None]]:
     """Leaves the process next to no device memory beyond what it has."""
 
     def leave() -> None:
+        release_device_memory()  # the saves before may have left the engines what the next one needs
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -30,6 +30,8 @@ from dcp_nvcomp.engines.cuda.support import load_nvcomp
 # As cudaMalloc aligns at least; nvCOMP wants its scratch memory aligned to 256 at most.
 ALIGNMENT_NBYTES: Final = 512
 _LEAST_NBYTES: Final = 4096
+# Less stays in torch's cache when it is given up: torch can only return all that it has cached, which is training's.
+_LEAST_RETURNED_NBYTES: Final = 64 << 20
 # One part in so many may be kept from batch to batch: nvCOMP's codecs keep the scratch memory of their largest batch.
 _KEPT_SHARE: Final = 8
 
@@ -233,8 +235,9 @@ class Arena:
         """Give all memory back that is not in use; what is in use follows when it no longer is."""
         if self._region is not None:
             self._forget()
-            self._region, self._is_short = None, False
-            self._return_memory()
+            reserved_nbytes, self._region, self._is_short = self._reserved_nbytes, None, False
+            if reserved_nbytes >= _LEAST_RETURNED_NBYTES:
+                self._return_memory()
 
     def _reserve(self, nbytes: int) -> None:
         while nbytes >= _LEAST_NBYTES and self._region is None:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -154,7 +154,18 @@ def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def free_memory_nbytes(device: torch.device | None = None) -> int | None:
+class FreeMemory(NamedTuple):
+    """What is free of a device's memory."""
+
+    unreserved_nbytes: int  # what torch has not taken from the driver
+    cached_nbytes: int  # what torch has, for the next who asks: mostly training
+
+    @property
+    def nbytes(self) -> int:
+        return self.unreserved_nbytes + self.cached_nbytes
+
+
+def free_memory(device: torch.device | None = None) -> FreeMemory | None:
     """Return how much of a device's memory torch could allocate; None if CUDA was not used, or fails.
 
     Args:
@@ -163,10 +174,16 @@ def free_memory_nbytes(device: torch.device | None = None) -> int | None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     try:
-        free_nbytes, _ = torch.cuda.mem_get_info(device)
-        return free_nbytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        unreserved_nbytes, _ = torch.cuda.mem_get_info(device)
+        return FreeMemory(unreserved_nbytes, torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     except RuntimeError:  # a GPU that is broken is found out where it is used, and costs no more than its own work
         return None
+
+
+def free_memory_nbytes(device: torch.device) -> int | None:
+    """Return how much memory of a device torch could allocate; None if that is not known."""
+    free = free_memory(device)
+    return None if free is None else free.nbytes
 
 
 # The streams of each device that no `CudaDevice` uses. None is ever destroyed: what is freed later than its stream,
@@ -175,7 +192,7 @@ _STREAMS: defaultdict[int, list[Any]] = defaultdict(list)
 _LENDING_STREAMS = threading.Lock()
 
 
-def _lent_stream(cupy: Any, index: int) -> Any:
+def lent_stream(cupy: Any, index: int) -> Any:
     """Return a stream of a device that nothing else uses."""
     with _LENDING_STREAMS:
         if _STREAMS[index]:
@@ -200,11 +217,11 @@ class CudaDevice:
         self.nvcomp = load_nvcomp()
         self.nvcomp_memory = installed_memory()
         self._cupy = load_cupy()
-        self._own_stream, copy_stream = _lent_stream(self._cupy, index), _lent_stream(self._cupy, index)
+        self._own_stream, copy_stream = lent_stream(self._cupy, index), lent_stream(self._cupy, index)
         weakref.finalize(self, _STREAMS[index].extend, [self._own_stream, copy_stream]).atexit = False
         self.stream_handle = int(self._own_stream.ptr)
-        self._stream = _of_torch(self._own_stream, self.torch_device)
-        self._copy_stream = _of_torch(copy_stream, self.torch_device)
+        self._stream = of_torch(self._own_stream, self.torch_device)
+        self._copy_stream = of_torch(copy_stream, self.torch_device)
         # no method of this object, which would then live until the garbage collector runs, and its memory with it
         self.arena = Arena(
             partial(_reserve, self.torch_device, self._stream),
@@ -261,7 +278,8 @@ class CudaDevice:
             host_tensor(host).copy_(source, non_blocking=True)
 
 
-def _of_torch(stream: Any, device: torch.device) -> torch.cuda.Stream:
+def of_torch(stream: Any, device: torch.device) -> torch.cuda.Stream:
+    """Return a stream of CuPy's as one of torch's."""
     return torch.cuda.ExternalStream(int(stream.ptr), device=device)  # type: ignore[no-untyped-call]
 
 

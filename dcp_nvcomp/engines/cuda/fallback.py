@@ -1,14 +1,14 @@
 """What saves and loads ask of an engine for blocks of a GPU, and the CPU engine in its place.
 
 FallBack        before the CPU engine does a GPU's work: a warning, or, where the CPU may not or can't, an error
-CopyingEngine   blocks of a GPU through the CPU engine. It uses nothing but torch's own copies on the calling thread's
-                stream, so that whatever is wrong with nvCOMP, CuPy or the kernels does not matter here
+CopyingEngine   blocks of a GPU through the CPU engine. It uses nothing but torch's own copies on a stream of the
+                calling thread, so that whatever is wrong with nvCOMP, CuPy or the kernels does not matter here
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from dcp_nvcomp.engines.cuda.decode_jobs import Columns, DecodeJob, Work, single
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.health import DeviceHealth
 from dcp_nvcomp.engines.cuda.slice_coders import refusal_of
+from dcp_nvcomp.engines.cuda.streams import stream_beside
 from dcp_nvcomp.engines.tensors import host_copy
 from dcp_nvcomp.errors import CheckpointError, CodecUnavailableError, CorruptDataError
 
@@ -101,9 +102,8 @@ class CopyingEngine:
     def encode_block(self, job: EncodeJob, out: memoryview) -> EncodedBlock:
         """Encode a job of one block to the start of `out`."""
         self._check(job.chain)
-        with self._copies(job.tensors[0].device):
-            if job.ready is not None:
-                torch.cuda.current_stream(job.tensors[0].device).wait_event(job.ready)
+        device = job.tensors[0].device
+        with self._copies(device), nullcontext() if job.ready is None else stream_beside(device, job.ready):
             host = to_host(job.tensors)
         return self._cpu.encode(host, job.chain, out)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dcp_nvcomp.engines.content_hash import PIECE_NBYTES, ContentHash
 from dcp_nvcomp.engines.cuda.batches import THREADS
-from dcp_nvcomp.engines.cuda.device import Launch, kernel_source
+from dcp_nvcomp.engines.cuda.device import Launch, kernel_source, lent_stream, of_torch
 from dcp_nvcomp.engines.cuda.support import cuda_unavailable_reason, load_cupy
 
 logger = logging.getLogger(__name__)
@@ -113,9 +113,16 @@ def _compiled(device: torch.device) -> Launch:
     with torch.cuda.device(device):
         module = cupy.RawModule(code=kernel_source(*HASH_SOURCES), options=HASH_OPTIONS)
         functions = {name: module.get_function(name) for name in HASH_NAMES}
+        # one of CuPy's: how it takes one of torch's changes from version to version, with warnings
+        own = lent_stream(cupy, torch.cuda.current_device())
+    stream = of_torch(own, device)
 
     def launch(name: str, blocks: int, arguments: tuple[int, ...]) -> None:
-        with torch.cuda.device(device), cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream):
-            functions[name]((blocks,), (THREADS,), tuple(np.uint64(argument) for argument in arguments))
+        with torch.cuda.device(device):
+            callers = torch.cuda.current_stream(device)
+            stream.wait_stream(callers)
+            with own:
+                functions[name]((blocks,), (THREADS,), tuple(np.uint64(argument) for argument in arguments))
+            callers.wait_stream(stream)
 
     return launch

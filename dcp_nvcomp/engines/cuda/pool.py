@@ -28,7 +28,7 @@ from dcp_nvcomp.codecs.coders import Deflate, Zstd
 from dcp_nvcomp.codecs.transforms import Bytes, Planes
 from dcp_nvcomp.engines.cpu import CpuEngine
 from dcp_nvcomp.engines.cuda.decode_jobs import DecodeJob
-from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, current_device, free_memory_nbytes
+from dcp_nvcomp.engines.cuda.device import CudaDevice, Device, current_device, free_memory
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.engine import BlockEngine, CudaEngine
 from dcp_nvcomp.engines.cuda.fallback import CopyingEngine, EnginePolicy
@@ -43,6 +43,8 @@ ENGINES_PER_DEVICE: Final = 2
 _SELF_TEST_NBYTES: Final = 1 << 20
 # Room for two batches of some 200 MiB, which have enough slices for every multiprocessor of a large GPU.
 _MOST_BUDGET_NBYTES: Final = 2 << 30
+# So much is taken also where torch has reserved nearly all of a device: training may be short of what it had cached.
+_LEAST_BUDGET_NBYTES: Final = 256 << 20
 
 _TEST_NBYTES = 1 << 20
 
@@ -174,8 +176,10 @@ class EnginePool:
         Asked again and again, it would become smaller by what engines keep.
         """
         with self._lock:
-            if self._default_budget_nbytes is None and (free_nbytes := free_memory_nbytes()) is not None:
-                self._default_budget_nbytes = max(1, min(_MOST_BUDGET_NBYTES, free_nbytes // 10))
+            if self._default_budget_nbytes is None and (free := free_memory()) is not None:
+                # what torch has cached, the next step takes again
+                spare_nbytes = max(_LEAST_BUDGET_NBYTES, free.unreserved_nbytes // 2)
+                self._default_budget_nbytes = max(1, min(_MOST_BUDGET_NBYTES, free.nbytes // 10, spare_nbytes))
             return self._default_budget_nbytes or _MOST_BUDGET_NBYTES
 
     def begin(self, device_memory_budget: int) -> None:

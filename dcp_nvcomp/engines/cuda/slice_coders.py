@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-from dcp_nvcomp.codecs.base import CodecChain, Coder
+from dcp_nvcomp.codecs.base import U8, CodecChain, Coder
 from dcp_nvcomp.codecs.coders import Ans, Zstd
-from dcp_nvcomp.engines.cuda.batches import I64
+from dcp_nvcomp.engines.cuda.batches import I64, starts_of
 from dcp_nvcomp.engines.cuda.coders import DECODE, ENCODE, Decoding, Frames, NvcompCoders, is_served
 from dcp_nvcomp.engines.cuda.device import Device
 from dcp_nvcomp.engines.cuda.frame_checks import frame_faults
@@ -110,7 +111,7 @@ class DeviceCoders:
         others = np.flatnonzero(~good)
         if coder.name in self._health.refused:
             return CheckedDecoding(good, others[:0], None)
-        faults = frame_faults(coder, encoded.cpu().numpy(), at[others], nbytes[others], lengths[others])
+        faults = frame_faults(coder, *_in_host_memory(encoded, at[others], nbytes[others]), lengths[others])
         sound = np.delete(others, list(faults))
         rest = None
         if sound.size:
@@ -133,6 +134,15 @@ class DeviceCoders:
         found = self._of(coder, direction)
         assert found is not None, "the engine asks first"
         return found
+
+
+def _in_host_memory(encoded: Tensor, at: I64, nbytes: I64) -> tuple[U8, I64, I64]:
+    """Return memory of the host that has these frames, where in it, and their lengths."""
+    if not at.size or nbytes.sum() > encoded.numel() // 4:
+        return encoded.cpu().numpy(), at, nbytes
+    # the last slices of tensors, in a batch of our kernels' frames: all of it would take longer than to decode it
+    runs = [encoded[start : start + length] for start, length in zip(at.tolist(), nbytes.tolist(), strict=True)]
+    return torch.cat(runs).cpu().numpy(), starts_of(nbytes)[:-1], nbytes
 
 
 def names_of(coder: Coder, direction: str) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from dcp_nvcomp.saving.rank_save import Resolve
 _MOST_HOST_NBYTES: Final = 64 << 20  # steps, random states: a state that is in host memory is copied in other ways
 _MARGIN: Final = 16  # this part of a GPU's memory stays free: what is free lies in pieces
 _STEP: Final = 50  # a step takes at least this part more than what stays
+_STEP_RESERVED: Final = 10  # and has torch reserve at least this part more; less may lie between what stays
 
 
 class DeviceMemory(Protocol):
@@ -42,8 +43,14 @@ class DeviceMemory(Protocol):
     def spare_nbytes(self, device: torch.device) -> int:
         """Return how much of a device's memory training needs at no time."""
 
-    def copied(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor; raises torch.OutOfMemoryError."""
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Return memory for a copy, which nothing may use before `follow`; raises torch.OutOfMemoryError."""
+
+    def follow(self, device: torch.device) -> None:
+        """Have what this thread starts from now on wait for whatever used the memory before."""
+
+    def copy(self, tensor: Tensor, into: Tensor) -> None:
+        """Start to copy a tensor."""
 
     def wait(self, device: torch.device) -> None:
         """Wait for the copies that this thread has started."""
@@ -70,20 +77,25 @@ class CudaMemory:
 
     def spare_nbytes(self, device: torch.device) -> int:
         allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        if torch.cuda.max_memory_allocated(device) < allocated + allocated // _STEP:
-            return 0  # no step was made yet, or the peaks were reset: what one takes is not known
+        peak_nbytes = torch.cuda.max_memory_allocated(device)
+        # training that logs its peaks resets them, often just before it saves; what torch has reserved it can't
+        if peak_nbytes < allocated + allocated // _STEP and reserved < allocated + allocated // _STEP_RESERVED:
+            return 0  # no step was made yet: what one takes is not known
         free_nbytes, total_nbytes = torch.cuda.mem_get_info(device)
         left = self._left[device] = min(self._left.get(device, 0), reserved - allocated)
         self._before[device] = reserved
         return free_nbytes + left - total_nbytes // _MARGIN
 
-    def copied(self, tensor: Tensor) -> Tensor:
-        device = tensor.device
-        training = torch.cuda.default_stream(device)
-        with torch.cuda.stream(training):  # else torch keeps the memory for a stream that training does not use
-            copy = torch.empty_like(tensor)
-        torch.cuda.current_stream(device).wait_stream(training)  # kernels may still use what lay there
-        return copy.copy_(tensor, non_blocking=True)
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        # else torch keeps the memory for a stream that training does not use
+        with torch.cuda.stream(torch.cuda.default_stream(tensor.device)):
+            return torch.empty_like(tensor)
+
+    def follow(self, device: torch.device) -> None:
+        torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))
+
+    def copy(self, tensor: Tensor, into: Tensor) -> None:
+        into.copy_(tensor, non_blocking=True)
 
     def wait(self, device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
@@ -113,7 +125,7 @@ class DeviceCopies:
         are_there = bool(devices)
         try:
             if are_there:
-                self._start(items, resolve)
+                self._start(items, resolve, devices)
         except torch.OutOfMemoryError:
             are_there = False
         except BaseException:
@@ -148,7 +160,7 @@ class DeviceCopies:
                 devices.add(value.device)
         return devices
 
-    def _start(self, items: Sequence[WriteItem], resolve: Resolve) -> None:
+    def _start(self, items: Sequence[WriteItem], resolve: Resolve, devices: set[torch.device]) -> None:
         self.nbytes = 0
         for item in items:
             value = resolve(item)
@@ -156,9 +168,15 @@ class DeviceCopies:
                 self._copies.append(value)
             elif self._memory.has(value):
                 self.nbytes += value.nbytes
-                self._copies.append(self._memory.copied(without_lazy_bits(value)))
+                self._copies.append(self._memory.empty_like(value))
             else:
                 self._copies.append(without_lazy_bits(value).clone())
+        for device in devices:  # once: before each of thousands of small copies, it would take longer than they do
+            self._memory.follow(device)
+        for item, copy in zip(items, self._copies, strict=True):
+            value = resolve(item)
+            if not isinstance(value, io.BytesIO) and self._memory.has(value):
+                self._memory.copy(without_lazy_bits(value), copy)
 
     def resolver(self, items: Sequence[WriteItem]) -> Resolve:
         """Return what gives out the copies, once each: of the items that were copied, in their order."""

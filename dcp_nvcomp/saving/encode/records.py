@@ -278,11 +278,11 @@ class Packer:
             if self._engine.serves(pack.tensors[0].device, chain, ENCODE):
                 source = CudaPackSource(pack.tensors)
             else:
-                source = AcceleratorSource(_joined(pack))
+                source = AcceleratorSource(_joined(pack), pack.tensors)
         else:
             joined = _joined(pack)
             chain = self._policy.tensor_chain(element, joined, on_cuda=False)
-            source = AcceleratorSource(joined)
+            source = AcceleratorSource(joined, pack.tensors)
         return PendingRecord(_pack_record(pack, chain), pack.dtype, tuple(pack.members)), source
 
     def _closed_on_host(self, pack: _Pack) -> Ready:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from dcp_nvcomp.engines.cuda.batches import starts_of
 from dcp_nvcomp.engines.cuda.encode import EncodeJob
 from dcp_nvcomp.engines.cuda.fallback import EnginePolicy
 from dcp_nvcomp.engines.cuda.pool import shared_pool
+from dcp_nvcomp.engines.cuda.streams import stream_beside
 from dcp_nvcomp.engines.tensors import HostArray, host_copy
 from dcp_nvcomp.format.block_grid import BlockGrid, Box, RowStrip, alone, element_span, row_strip, strips
 from dcp_nvcomp.format.record import KIND_PACK, Record
@@ -171,9 +173,15 @@ def _ready_event(device: torch.device) -> torch.cuda.Event | None:
 
 @dataclass(frozen=True)
 class AcceleratorSource(_HostEncoded):
-    """A shard on any device, encoded on the CPU. Made on the caller's thread, whose work on the device comes first."""
+    """A shard on any device, encoded on the CPU. Made on the caller's thread, whose work on the device comes first.
+
+    Attributes:
+        tensor: its elements.
+        made_from: what the device may still read to make the tensor; it may be another's once this is dropped.
+    """
 
     tensor: torch.Tensor
+    made_from: Sequence[torch.Tensor] = ()
     ready: torch.cuda.Event | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -181,10 +189,8 @@ class AcceleratorSource(_HostEncoded):
 
     def strips(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[RowStrip]:
         for box in boxes:
-            # this thread has a current stream of its own, which does not wait for the caller's
-            if self.ready is not None:
-                torch.cuda.current_stream(self.tensor.device).wait_event(self.ready)
-            block: U8 = host_copy(self.tensor[box.index]).reshape(-1).view(torch.uint8).numpy()
+            with nullcontext() if self.ready is None else stream_beside(self.tensor.device, self.ready):
+                block: U8 = host_copy(self.tensor[box.index]).reshape(-1).view(torch.uint8).numpy()
             assert block.dtype == np.uint8
             yield _one_row(block)
 
