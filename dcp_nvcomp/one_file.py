@@ -47,7 +47,7 @@ def save_compressed_checkpoint(
     """Save what one would give to `torch.save` into one compressed file.
 
     Tensors are compressed as in checkpoints; everything else is pickled. On local disks and object stores the file
-    appears once it is complete; on a disk, a save that is killed leaves `.NAME.<id>.tmp` beside it. Tied tensors, which
+    appears once it is complete; on a disk, a save that is killed leaves `NAME.<id>.tmp` beside it. Tied tensors, which
     are the same elements of the same memory, stay tied; other views of one storage are saved each for itself.
 
     The name is that of the recipe in NVIDIA's post on nvCOMP for checkpoints, whose functions this takes the place of.

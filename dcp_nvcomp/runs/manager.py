@@ -257,8 +257,7 @@ class CheckpointManager:
         )
         if failed:
             raise failure or RankFailedError("A save was not begun, because another rank has no state for it.")
-        if unpublished:
-            self._pipeline.unpublished.remove(unpublished)  # now: this save may need the room
+        self._pipeline.unpublished.remove(unpublished)
         save = self._progress.new_save(step, known_metrics)
         to_fast = self._fast is not None and not no_room and not self._owes
         is_last = self.preempted or bool(is_asked)
@@ -382,17 +381,19 @@ class CheckpointManager:
         """
         if self._is_closed:
             return
-        was_told = self._signals.was_told
+        was_told = self._signals.was_told or self.preempted  # a signal that comes now asks for what was done
         try:
             self._pipeline.wait()  # if that is interrupted, the manager can be closed again
         finally:
             self._signals.close()  # not before: a signal that is repeated would end the process, and the last save
         self._is_closed = True
         self._release()
-        if not was_told:
-            self._signals.hand_on()
-        self._failures.raise_up_to(self._failures.newest)
-        self._failures.raise_lost(self._made_up_for)
+        try:
+            self._failures.raise_up_to(self._failures.newest)
+            self._failures.raise_lost(self._made_up_for)
+        finally:
+            if not was_told:
+                self._signals.hand_on()
 
     def _release(self) -> None:
         self._durable.release()

@@ -268,14 +268,16 @@ class Orphans:
             return  # that save may still be under way: asynchronous saves can overlap
         self.remove_ended(open_at)
 
-    def remove_ended(self, open_at: Callable[[str], Filesystem]) -> None:
-        """Remove the same of a save that is known to be over on this rank."""
-        names, self._names = self._names, ()
-        if names:
+    def remove_ended(self, open_at: Callable[[str], Filesystem]) -> bool:
+        """Remove the same of a save that is known to be over on this rank; False if that has to be tried again."""
+        if self._names:
             filesystem = open_at(self._path)
             named = files_of_current(filesystem)
-            if named is not None:
-                remove_unneeded(filesystem, set(names) - named, "an earlier, failed save")
+            if named is None:
+                return False
+            remove_unneeded(filesystem, set(self._names) - named, "an earlier, failed save")
+            self._names = ()
+        return True
 
 
 def files_of_current(

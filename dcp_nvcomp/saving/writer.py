@@ -272,15 +272,18 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         """True on the coordinator if the last save, which is over, certainly was not published and never will be."""
         return self._saves.unfinished
 
-    def remove_unpublished(self) -> None:
+    def remove_unpublished(self) -> bool:
         """Remove what this rank wrote for the last save, which is over and was not published; called by runs.
 
         A run makes a writer for each save, so that there is no next save of this one, at which `Orphans` would go.
 
+        Returns:
+            False if nothing was removed, as the checkpoint at that path can't be read.
+
         Raises:
             StorageError: the storage does not answer in time, or can't be opened.
         """
-        self._saves.orphans.remove_ended(self.options.open)
+        return self._saves.orphans.remove_ended(self.options.open)
 
     def close(self) -> None:
         """Free the host memory that the asynchronous saves of this process keep for the next one, and their process.

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.cached import CachingFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 
 from dcp_nvcomp.errors import StorageError
@@ -40,7 +41,7 @@ _PUT_BACK_ATTEMPTS = 3
 
 def _finds_by_itself(fs: Any) -> bool:
     """Return True if the client has a listing of its own for all that is below a folder, as those of stores do."""
-    if isinstance(fs, DirFileSystem):
+    if isinstance(fs, DirFileSystem | CachingFileSystem):
         return _finds_by_itself(fs.fs)
     return isinstance(fs, AsyncFileSystem) and type(fs)._find is not AsyncFileSystem._find
 
@@ -146,7 +147,7 @@ class FsspecFilesystem(RemoteFilesystem):
 
     def _put(self, name: str, data: bytes, *, overwrite: bool, tears: bool) -> None:
         if tears:
-            self._warn_of_gap()
+            self._warn_of_gap(name)
         exclusive = {"mode": "create"} if not overwrite and self._knows_exclusive_mode() else {}
         try:
             with self._errors("write", self.location(name), may_be_done=True):
@@ -184,7 +185,7 @@ class FsspecFilesystem(RemoteFilesystem):
             raise already_published(self.location(name)) from refusal
         if replaces or not (says_existing(refusal) or self._refuses_existing(name, refusal)):
             raise refusal
-        self._warn_of_gap()
+        self._warn_of_gap(name)
         self._replace_by_moving_aside(temporary, name)
         return True
 
@@ -229,7 +230,7 @@ class FsspecFilesystem(RemoteFilesystem):
             if not self._put_back(aside, name):
                 advice = (
                     f" If there is no {name} now, its old content is in {aside}, which could not be moved back: rename "
-                    f"that to {name}, or run `dcp-nvcomp recover`."
+                    f"that to {name}, or, of a checkpoint, run `dcp-nvcomp recover`."
                 )
                 if not isinstance(error, StorageError):
                     logger.error("%s was not written.%s", self.location(name), advice)
@@ -247,10 +248,11 @@ class FsspecFilesystem(RemoteFilesystem):
                     return True
         return False
 
-    def _warn_of_gap(self) -> None:
+    def _warn_of_gap(self, name: str) -> None:
         message = (
-            f"{self.path} is on a filesystem that can't replace a file in one step. If replacing this checkpoint is "
-            "interrupted, `dcp-nvcomp recover` must bring back the old one or the new one."
+            f"{self.path} is on a filesystem that can't replace a file in one step. If replacing {name} is "
+            "interrupted, there may be none: of a checkpoint, `dcp-nvcomp recover` must then bring back the old one or "
+            "the new one; any other file is beside it, under a longer name."
         )
         warnings.warn(message, RuntimeWarning, stacklevel=4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from dcp_nvcomp import CheckpointError, CheckpointManager, Keep, StorageError, save, tools
 from dcp_nvcomp.runs import list_run
+from dcp_nvcomp.runs.background import unpublished as unpublished_files
 from dcp_nvcomp.runs.background.unpublished import Unpublished
 from dcp_nvcomp.saving.writer import NvcompWriter
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
@@ -146,12 +148,14 @@ class _Writer:
     """Stands for a writer whose save failed."""
 
     def __init__(self, *, is_unpublished: bool = False, error: CheckpointError | None = None) -> None:
-        self.is_unpublished, self.removed, self._error = is_unpublished, 0, error
+        self.is_unpublished, self.removed, self.is_readable = is_unpublished, 0, True
+        self._error = error
 
-    def remove_unpublished(self) -> None:
+    def remove_unpublished(self) -> bool:
         self.removed += 1
         if self._error is not None:
             raise self._error
+        return self.is_readable
 
 
 def test_only_what_the_coordinator_names_goes_and_once_the_save_is_over_here() -> None:
@@ -163,6 +167,8 @@ def test_only_what_the_coordinator_names_goes_and_once_the_save_is_over_here() -
     unpublished.remove(3)
     assert (over.removed, other.removed, under_way.removed) == (1, 0, 0)
     unpublished.failed(3, under_way)  # type: ignore[arg-type]
+    unpublished._thread.wait_for()
+    unpublished.remove(0)
     assert (over.removed, other.removed, under_way.removed) == (1, 0, 1)
 
 
@@ -172,6 +178,25 @@ def test_what_can_not_be_removed_fails_no_save(caplog: pytest.LogCaptureFixture)
     assert unpublished.certain == 4
     unpublished.remove(4)
     assert unpublished.certain == 0 and "could not be removed" in caplog.text
+    writer._error, writer.is_readable = None, False
+    unpublished.remove(0)
+    writer.is_readable = True
+    unpublished.remove(0)
+    unpublished.remove(0)
+    assert writer.removed == 3, "until it is gone, with each save that follows"
+
+
+def test_training_does_not_wait_for_a_store_that_is_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    unpublished, writer, answers = Unpublished(), _Writer(is_unpublished=True), threading.Event()
+    monkeypatch.setattr(unpublished_files, "_ROOM_SECONDS", 0.1)
+    monkeypatch.setattr(writer, "remove_unpublished", lambda: answers.wait(60))
+    unpublished.failed(4, writer)  # type: ignore[arg-type]
+    unpublished.remove(4)
+    monkeypatch.setattr(unpublished_files, "_ROOM_SECONDS", 60.0)
+    unpublished.remove(0)  # the first one is still under way
+    answers.set()
+    unpublished._thread.wait_for()
+    assert not unpublished._writers and not unpublished._named
 
 
 def test_what_the_checkpoint_names_after_all_stays(tmp_path: Path) -> None:

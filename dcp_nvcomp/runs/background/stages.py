@@ -250,9 +250,9 @@ class Background:
         except RuntimeError:  # the interpreter ends, and starts no threads any more
             self._work()
 
-    def wait_for(self, most_waiting: int = 0) -> None:
+    def wait_for(self, most_waiting: int = 0, within_seconds: float | None = None) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self.waiting <= most_waiting)
+            self._changed.wait_for(lambda: self.waiting <= most_waiting, within_seconds)
 
     def _work(self) -> None:
         while True:

@@ -71,7 +71,8 @@ class _WholePickler(pickle.Pickler):
                 f"A {kind.__name__} of which this rank has a shard lies in a tuple, a set or another object, which is "
                 "saved as one rank has it, so the shards of the other ranks would be lost: put it into a dict or a "
                 "list, where it is saved as a tensor, or a whole tensor in its place; its to_local(), where each rank "
-                "saves for itself."
+                "saves for itself. What TrainingState saves of a scheduler or a scaler is such an object: give its "
+                "sharded tensors a key of their own."
             )
         return NotImplemented
 

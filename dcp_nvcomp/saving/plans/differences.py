@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from dcp_nvcomp.errors import ConfigurationError, RanksDifferError
 from dcp_nvcomp.saving.plans.fingerprints import fingerprints
 from dcp_nvcomp.saving.plans.global_plan import ComparedKeys
-from dcp_nvcomp.saving.plans.meshes import ComparedShards, differing_shards, shard_fingerprints
+from dcp_nvcomp.saving.plans.meshes import ComparedShards, differing_shards, of_several_meshes, shard_fingerprints
 
 OnDifference = Literal["warn", "error"]
 Keys = tuple[str, ...]
@@ -52,6 +52,7 @@ class Comparison:
         self._empty: Keys = ()
         self._shards = array("I")
         self.own_shards = ComparedShards()
+        self.everyones_shards: Sequence[ComparedShards] = ()  # where DCP plans; kept with the plan, on the coordinator
         self.words = ""
         self.place_warning = ""  # it depends on the structure alone, and is kept with the plan; on the coordinator
 
@@ -80,7 +81,7 @@ class Comparison:
         else:
             values = array("I", [self._found[key] for keys in known for key in keys])
             sent = _Sent(plan.planner_data, values, None)
-        compared = None if self.own_shards.places is None else self.own_shards
+        compared = None if known is not None or self.own_shards.places is None else self.own_shards
         return dataclasses.replace(plan, planner_data=sent._replace(shards=self._shards, compared=compared))
 
     def compared(
@@ -92,7 +93,7 @@ class Comparison:
     ) -> tuple[list[SavePlan], list[ComparedKeys]]:
         """Compare all ranks' fingerprints, and where their values are unless that is kept; on the coordinator.
 
-        `differing` compares those of shards, by a plan that the ranks have computed.
+        `differing` compares those of shards, by a plan that is kept or that the ranks have computed.
         """
         sent = [plan.planner_data if isinstance(plan.planner_data, _Sent) else None for plan in plans]
         plain = [
@@ -107,8 +108,12 @@ class Comparison:
             values = [array("I") if one is None else one.values for one in sent]
             words.append(_words(_differing(own, values), self.ranks))
             shards = [array("I") if one is None else one.shards for one in sent]
-            compared = [one.compared if one is not None and one.compared else ComparedShards() for one in sent]
-            found = {**({} if differing is None else differing(shards)), **differing_shards(compared, shards)}
+            if differing is None:
+                compared = [one.compared if one is not None and one.compared else ComparedShards() for one in sent]
+                self.everyones_shards = of_several_meshes(compared)
+                found = differing_shards(self.everyones_shards, shards)
+            else:
+                found = differing(shards)
             words.append(_shard_words(found, self.ranks))
         if place_warning is None:
             paths = [plan.planner_data or {} for plan in plain]

@@ -28,6 +28,7 @@ from dcp_nvcomp.format.collector import collector_paused
 from dcp_nvcomp.format.data_file import DataFileRef
 from dcp_nvcomp.format.metadata.publishable import publication, settled_to_publish
 from dcp_nvcomp.format.metadata.summary import Summary
+from dcp_nvcomp.saving.plans.meshes import ComparedShards, differing_shards
 
 # The keys that a rank compares with the other ranks', in lists that many ranks have in common.
 ComparedKeys = tuple[tuple[str, ...], ...]
@@ -50,9 +51,9 @@ class GlobalPlan(ABC):
     def item_count(self) -> int:
         """How many items of a rank's plan take as much memory."""
 
+    @abstractmethod
     def differing_shards(self, values: Sequence[array[int]]) -> dict[str, list[int]]:
-        """Return the keys of shards that differ between meshes, by all ranks' values; ranks say which, if DCP plans."""
-        return {}
+        """Return the keys of shards that differ between meshes, by all ranks' values."""
 
     @abstractmethod
     def metadata(self) -> PlannedMetadata:
@@ -101,7 +102,9 @@ class PlanOfItems(GlobalPlan):
         metadata: Metadata,
         compared_keys: Sequence[ComparedKeys] = (),
         place_warning: str = "",
+        compared_shards: Sequence[ComparedShards] = (),
     ) -> None:
+        self._compared_shards = compared_shards
         shared: dict[ComparedKeys, ComparedKeys] = {}
         self.place_warning = place_warning
         self.compared_keys = [shared.setdefault(keys, keys) for keys in compared_keys]
@@ -114,6 +117,9 @@ class PlanOfItems(GlobalPlan):
     @property
     def item_count(self) -> int:
         return sum(map(len, self._indices))
+
+    def differing_shards(self, values: Sequence[array[int]]) -> dict[str, list[int]]:
+        return differing_shards(self._compared_shards, values)
 
     def metadata(self) -> PlannedMetadata:
         with collector_paused():

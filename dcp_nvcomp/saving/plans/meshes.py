@@ -77,11 +77,21 @@ class Differing:
         return {key: ranks for key, (_, ranks) in self._found.items()}
 
 
+def of_several_meshes(compared: Sequence[ComparedShards]) -> Sequence[ComparedShards]:
+    """Return the shards of all ranks; none if each is of one mesh, as the stages of most pipelines."""
+    first: dict[tuple[str, tuple[int, ...]], Members] = {}
+    for shards in compared:
+        for key, (offset, members) in zip(shards.keys, shards.places or (), strict=True):
+            if first.setdefault((key, offset), members) != members:
+                return compared
+    return ()
+
+
 def differing_shards(compared: Sequence[ComparedShards], values: Sequence[array[int]]) -> dict[str, list[int]]:
     """Return the keys of shards that differ between meshes, and ranks that have one of them; of all ranks' shards."""
     first: dict[tuple[str, tuple[int, ...]], tuple[int, Members, int]] = {}
     differing = Differing()
-    for rank, (shards, numbers) in enumerate(zip(compared, values, strict=True)):
+    for rank, (shards, numbers) in enumerate(zip(compared, values, strict=False)):
         for key, (offset, members), value in zip(shards.keys, shards.places or (), numbers, strict=False):
             holder, its, there = first.setdefault((key, offset), (rank, members, value))
             if members != its and value != there:

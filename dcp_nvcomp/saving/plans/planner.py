@@ -267,7 +267,9 @@ class KeepingPlanner(SavePlanner):
             merged = merged_paths([split_paths(part, fqns) for part in paths], fqns)
             metadata = dataclasses.replace(metadata, planner_data=merged)
         if self.is_kept:
-            self._everyones = PlanOfItems(plans, metadata, keys, self.comparison.place_warning)
+            self._everyones = PlanOfItems(
+                plans, metadata, keys, self.comparison.place_warning, self.comparison.everyones_shards
+            )
             metadata = self._everyones.metadata()
         return self.comparison.told(plans), metadata
 
