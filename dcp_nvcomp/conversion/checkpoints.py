@@ -50,7 +50,7 @@ from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.saving.commit import files_of_current, remove_files, remove_unneeded
 from dcp_nvcomp.saving.data_files import planned_nbytes
 from dcp_nvcomp.saving.writer import NvcompWriter
-from dcp_nvcomp.storage.base import Filesystem, storage_errors
+from dcp_nvcomp.storage.base import BESIDE, Filesystem, storage_errors
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem, place_of
 
@@ -64,7 +64,8 @@ class CheckpointSource(Source):
     def __init__(self, path: str, **storage_options: Any) -> None:
         self._checkpoint = open_checkpoint(path, host_memory_budget=_READING_NBYTES, **storage_options)
         self.path = self._checkpoint.path
-        self.files = [f"{place_of(path).rstrip('/')}/{name}" for name in sorted(self._checkpoint.file_names())]
+        place = place_of(path).rstrip("/")
+        self.files = [_place_beside(place, name) for name in sorted(self._checkpoint.file_names())]
         self.has_keys = has_keys(self._checkpoint.metadata)
 
     def entries(self) -> Sequence[TensorEntry | ObjectEntry]:
@@ -84,6 +85,13 @@ class CheckpointSource(Source):
 
     def close(self) -> None:
         self._checkpoint.close()
+
+
+def _place_beside(place: str, name: str) -> str:
+    """Return where a file of a checkpoint is, which may be in one beside it: URLs of some storages have no `..`."""
+    if name.startswith(BESIDE):
+        place, name = place.rpartition("/")[0], name.removeprefix(BESIDE)
+    return f"{place}/{name}"
 
 
 def _read_box(stored: StoredTensor, box: Box) -> torch.Tensor:

@@ -19,6 +19,7 @@ from dcp_nvcomp.errors import CheckpointExistsError, ConfigurationError
 from dcp_nvcomp.format.block_grid import Box
 from dcp_nvcomp.format.recognition import file_at, is_local, linked_to
 from dcp_nvcomp.options import parent_and_name
+from dcp_nvcomp.redaction import without_secrets
 from dcp_nvcomp.storage.base import Filesystem
 from dcp_nvcomp.storage.open import open_filesystem, real_place
 
@@ -173,4 +174,4 @@ def stamps(files: Sequence[str], options: Mapping[str, Any]) -> list[list[Any]]:
             with contextlib.closing(open_filesystem(parent, storage_options=options)) as filesystem:
                 listed[parent] = {one.name: [one.nbytes, one.modified_seconds] for one in filesystem.list_files()}
     places = [parent_and_name(file) for file in files]
-    return [[real_place(f"{parent}/{name}"), *listed[parent].get(name, [])] for parent, name in places]
+    return [[without_secrets(real_place(f"{parent}/{name}")), *listed[parent].get(name, [])] for parent, name in places]

@@ -18,10 +18,10 @@ import json
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from dcp_nvcomp.calls.json_text import parse_json
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, end_of_pickle, has_trailer, summary_at_end
 from dcp_nvcomp.format.names import DATA_FILE_SUFFIX, METADATA_NAME, marking_directory
@@ -37,9 +37,15 @@ SEEN_NAME: Final = "seen"
 _MOST_NBYTES: Final = 64 << 20
 
 
-def look_into(
-    filesystem: Filesystem, folder: str, roots: Iterable[str], sizes: Mapping[str, int]
-) -> tuple[Summary | None, str]:
+class Found(NamedTuple):
+    """What is known of a checkpoint."""
+
+    summary: Summary | None
+    problem: str = ""  # why it is not complete; empty if it is
+    error: StorageError | None = None  # that of the storage, if it kept the metadata from being read
+
+
+def look_into(filesystem: Filesystem, folder: str, roots: Iterable[str], sizes: Mapping[str, int]) -> Found:
     """Read the metadata of a checkpoint, and compare it with what is there."""
     below = f"{folder}/" if folder else ""
     summary = None
@@ -47,20 +53,21 @@ def look_into(
         if name == METADATA_NAME:
             summary = _plainly_whole(filesystem, below, sizes)
             if summary is not None:
-                return summary, ""
+                return Found(summary)
         from dcp_nvcomp.format.metadata.roots import is_missing, read_root  # takes torch, and that seconds
 
         try:
             root = read_root(filesystem, f"{below}{name}")
         except CheckpointError as error:
             if is_missing(error):
-                return None, f"{name} was removed meanwhile."
-            return _summary_alone(filesystem, f"{below}{name}", sizes), f"{name}: {error.message}"
+                return Found(None, f"{name} was removed meanwhile.")
+            trouble = error if isinstance(error, StorageError) else None
+            return Found(_summary_alone(filesystem, f"{below}{name}", sizes), f"{name}: {error.message}", trouble)
         summary = summary_at_end(root.data[-SUMMARY_NBYTES:])
         problem = _disagreement(root, summary) or _lacking(filesystem, root, folder, sizes)
         if problem:
-            return summary, problem
-    return summary, ""
+            return Found(summary, problem)
+    return Found(summary)
 
 
 def _plainly_whole(filesystem: Filesystem, below: str, sizes: Mapping[str, int]) -> Summary | None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from rich.filesize import decimal
 
 from dcp_nvcomp.calls.tables import Column, Shown, Table, left, local_time
-from dcp_nvcomp.errors import CheckpointError
+from dcp_nvcomp.errors import CheckpointError, StorageError
 from dcp_nvcomp.format.metadata.summary import REPLICA, SUMMARY_NBYTES, Summary, summary_at_end
 from dcp_nvcomp.format.names import (
     DATA_FILE_SUFFIX,
@@ -32,7 +32,7 @@ from dcp_nvcomp.format.names import (
     shared_directories,
     step_in,
 )
-from dcp_nvcomp.maintenance.completeness import Seen, identity_of, look_into, read_seen
+from dcp_nvcomp.maintenance.completeness import Found, Seen, identity_of, look_into, read_seen
 from dcp_nvcomp.maintenance.opening import document, natural_order, nothing_below, opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem, RecursiveListing
 
@@ -71,6 +71,7 @@ class Step:
     lease: int = 0  # which of the run's managers saved it, counted by their leases; 0 if the step does not say
     shares: tuple[str, ...] = ()  # the directories beside it whose data files it needs too
     shared_nbytes: int = 0  # size in memory of what is in these
+    error: StorageError | None = None  # that of the storage, if it kept what is above from being known
 
     @property
     def ratio(self) -> float | None:
@@ -78,7 +79,7 @@ class Step:
         return nbytes / self.stored_nbytes if nbytes and self.stored_nbytes else None
 
     def to_json(self) -> dict[str, Any]:
-        values = {name: value for name, value in vars(self).items() if name not in ("replica_id", "lease")}
+        values = {name: value for name, value in vars(self).items() if name not in ("replica_id", "lease", "error")}
         # JSON has no NaN
         metrics = {name: value if math.isfinite(value) else str(value) for name, value in self.metrics.items()}
         return {**values, "ratio": self.ratio, "metrics": metrics}
@@ -226,22 +227,22 @@ class _Look:
         by_name = {file.name.rpartition("/")[2]: file for file in files}
         ranks = [name for name in by_name if rank_of_metadata_name(name) is not None]
         roots = [METADATA_NAME] if METADATA_NAME in by_name else sorted(ranks)
-        summary, problem = self._known(folder, identity, by_name) or self._opened(folder, roots, by_name)
-        step = self._step(folder, by_name, roots, summary, problem)
+        found = self._known(folder, identity, by_name) or self._opened(folder, roots, by_name)
+        step = self._step(folder, by_name, roots, found.summary, found.problem)
+        if found.summary is None and found.error is not None:
+            step = replace(step, error=found.error)
         if step.state == COMPLETE:
             self._seen.note(folder, identity, step)
         return step
 
-    def _opened(self, folder: str, roots: list[str], by_name: Mapping[str, FileInfo]) -> tuple[Summary | None, str]:
+    def _opened(self, folder: str, roots: list[str], by_name: Mapping[str, FileInfo]) -> Found:
         if not roots:
-            return None, ""
+            return Found(None)
         is_large = any(by_name[name].nbytes > _LARGE_NBYTES for name in roots)
         with self._one_large if is_large else contextlib.nullcontext():
             return look_into(self._filesystem, folder, roots, self._sizes)
 
-    def _known(
-        self, folder: str, identity: str | None, by_name: Mapping[str, FileInfo]
-    ) -> tuple[Summary | None, str] | None:
+    def _known(self, folder: str, identity: str | None, by_name: Mapping[str, FileInfo]) -> Found | None:
         """Return the summary of a checkpoint that was seen complete; None for others, and if it can't be read now.
 
         Without its summary a step would seem to have no metrics, by which rules keep the best.
@@ -250,10 +251,10 @@ class _Look:
         if not self._seen.has(folder, identity):
             return None
         if root is None:
-            return None, ""
+            return Found(None)
         start = max(root.nbytes - SUMMARY_NBYTES, 0)
         try:
-            return summary_at_end(self._filesystem.read(root.name, start, root.nbytes)), ""
+            return Found(summary_at_end(self._filesystem.read(root.name, start, root.nbytes)))
         except CheckpointError:  # it may have been replaced or removed since it was listed
             return None
 

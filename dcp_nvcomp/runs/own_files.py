@@ -77,7 +77,8 @@ def pin(own: Filesystem, at: Filesystem, step: int, find_problem: Callable[[], s
                 unpin(own, step)
         raise
     if problem:
-        unpin(own, step)
+        if not was_pinned:  # what is wrong with it may pass, and someone has wanted it to stay
+            unpin(own, step)
         raise CheckpointNotFoundError(f"There is no checkpoint of step {step} to pin. {problem}", path=at.path)
 
 
@@ -187,12 +188,12 @@ def run_id(own: Filesystem, root: str, storage_options: Mapping[str, Any]) -> st
 
 
 def _id_text(found: str, place: str) -> bytes:
-    return f"{found}\n{place}".encode()
+    return f"{found}\n{place}".encode("utf-8", "surrogateescape")
 
 
 def _read_id(own: Filesystem) -> tuple[str, str]:
     """Return id and root; no root of a run that was made before it was written down."""
-    text = own.read_all(ID_NAME, limit_nbytes=_MOST_ID_NBYTES).decode("utf-8", "replace")
+    text = own.read_all(ID_NAME, limit_nbytes=_MOST_ID_NBYTES).decode("utf-8", "surrogateescape")
     found, _, place = text.partition("\n")
     return found, place
 

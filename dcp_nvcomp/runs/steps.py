@@ -83,11 +83,15 @@ def list_steps(
     ours = [file for file in below.files if names.step_of(file.name.partition("/")[0]) is not None]
     found = steps_below(filesystem, RecursiveListing(ours, below.uploads, {}), seen=seen, step_of=names.step_of)
     seen.keep([one.name for one in found])
+    known = Abandoned() if abandoned is None else abandoned
+    for one in found:
+        step = names.step_of(one.name)
+        if one.error is not None and step in known.saves and step not in removing:
+            raise one.error  # that may be the save that was left behind, and must not pass for another one
     complete, damaged = (
         tuple(saved for saved in _saved_steps(found, names, state) if saved.step not in removing)
         for state in (COMPLETE, DAMAGED)
     )
-    known = Abandoned() if abandoned is None else abandoned
     left = tuple(saved for saved in complete if known.has(saved.step, saved.save_id, saved.replica_id))
     complete = tuple(saved for saved in complete if saved not in left)
     damaged = (*damaged, *(saved for saved in left if saved.save_id in known.damaged))

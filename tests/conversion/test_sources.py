@@ -19,10 +19,14 @@ from dcp_nvcomp import (
     errors,
     load_compressed_checkpoint,
     open_checkpoint,
+    save,
     save_compressed_checkpoint,
     tools,
 )
-from dcp_nvcomp.conversion.entries import pieces
+from dcp_nvcomp.conversion import entries
+from dcp_nvcomp.conversion.checkpoints import CheckpointSource
+from dcp_nvcomp.conversion.entries import pieces, stamps
+from dcp_nvcomp.storage.base import FileInfo
 from tests.checkpoints import save_stock
 from tests.states import assert_same
 
@@ -33,6 +37,33 @@ def optimizer() -> torch.optim.Optimizer:
     model(torch.ones(3)).sum().backward()  # type: ignore[no-untyped-call]
     made.step()
     return made
+
+
+def test_a_step_that_shares_files_names_them_where_they_are(tmp_path: Path) -> None:
+    """URLs of Azure and SMB have no `..`."""
+    frozen, step = torch.arange(100_000.0), torch.zeros(50_000)
+    save({"frozen": frozen, "step": step}, tmp_path / "step-1", no_dist=True, reference=())
+    save({"frozen": frozen, "step": step + 1}, tmp_path / "step-2", no_dist=True, reference=tmp_path / "step-1")
+    source = CheckpointSource(str(tmp_path / "step-2"))
+    folders = {Path(file).parent for file in source.files}
+    assert folders == {tmp_path / "step-1", tmp_path / "step-2"} and all(Path(file).exists() for file in source.files)
+    source.close()
+    convert(tmp_path / "step-2", tmp_path / "model.safetensors")
+    assert_same(load_file(tmp_path / "model.safetensors"), {"frozen": frozen, "step": step + 1})
+
+
+def test_what_a_conversion_notes_of_its_source_has_no_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Listed:
+        def list_files(self) -> list[FileInfo]:
+            return [FileInfo("a", 3, 5.0)]
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(entries, "open_filesystem", lambda *_, **__: Listed())
+    for url in ("simplecache::ftp://me:geheim@host/step", "ftp://me:geheim@host/step"):
+        ((place, *known),) = stamps([f"{url}/a"], {})
+        assert "geheim" not in place and place.endswith("step/a") and known == [3, 5.0]
 
 
 # --- nested states ---------------------------------------------------------------------------------------------------

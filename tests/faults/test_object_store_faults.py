@@ -244,6 +244,29 @@ def test_an_upload_that_is_gone_but_complete(wire: Wire) -> None:
     assert filesystem.read_all("a", limit_nbytes=len(data)) == data and filesystem.list_uploads() == []
 
 
+@ON_S3
+def test_a_replacement_that_is_gone_is_not_taken_for_what_was_there(wire: Wire) -> None:
+    """Which may have the same size and as many parts; another writer that starts anew aborts all uploads."""
+    filesystem = wire.filesystem()
+    old, new = bytes(3 * PART_NBYTES), bytes(range(256)) * (3 * PART_NBYTES // 256)
+
+    def replace(data: bytes) -> None:
+        stream = filesystem.open_replacement("a")
+        stream.write(data)
+        stream.close()
+
+    replace(old)
+    gone = wire.next("gone", wire.requests.complete, times=FOREVER)
+    with pytest.raises(errors.StorageError, match="404|made by the fault proxy"):
+        replace(new)
+    gone.end()
+    assert filesystem.read_all("a", limit_nbytes=len(old)) == old
+    wire.next("lost", wire.requests.complete)
+    wire.next("gone", wire.requests.complete, skip=1)
+    replace(new)
+    assert filesystem.read_all("a", limit_nbytes=len(new)) == new
+
+
 @pytest.mark.ci
 @on("moto", "ceph", "gcs")
 @pytest.mark.parametrize("skip", [0, 2])

@@ -192,8 +192,9 @@ def test_training_does_not_wait_for_a_store_that_is_out_of_order(monkeypatch: py
     monkeypatch.setattr(writer, "remove_unpublished", lambda: answers.wait(60))
     unpublished.failed(4, writer)  # type: ignore[arg-type]
     unpublished.remove(4)
-    monkeypatch.setattr(unpublished_files, "_ROOM_SECONDS", 60.0)
-    unpublished.remove(0)  # the first one is still under way
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unpublished._thread, "do", None)
+        unpublished.remove(0)  # the first one is still under way
     answers.set()
     unpublished._thread.wait_for()
     assert not unpublished._writers and not unpublished._named

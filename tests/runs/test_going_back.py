@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, ConfigurationError, Keep, StorageError, load
-from dcp_nvcomp.runs import SavedStep, pin_step
+from dcp_nvcomp.runs import SavedStep, list_run, pin_step
 from dcp_nvcomp.runs.own_files import Abandoned, read_kept
 from dcp_nvcomp.runs.restoring.candidates import candidates
 from dcp_nvcomp.runs.restoring.restore import Restoring
 from dcp_nvcomp.runs.tiers.fast import HeldStep
+from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from dcp_nvcomp.storage.open import open_filesystem
 from tests.distributed.launch import RankPool
 from tests.runs import jobs
@@ -80,6 +82,33 @@ def test_if_what_says_so_is_damaged_nothing_is_guessed(tmp_path: Path) -> None:
     (tmp_path / ".run" / "abandoned").write_bytes(b"{")
     with pytest.raises(StorageError, match="damaged"):
         _newest(tmp_path)
+
+
+def test_a_step_that_may_be_left_behind_is_not_guessed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `.metadata` can't be read while the run is listed, and can be a moment later."""
+    _save(tmp_path, {10: 1.0, 20: 2.0})
+    _save(tmp_path, {15: 1.5}, back_to=10)
+    (tmp_path / ".run" / "seen").unlink()
+    broken = {"step-20/.metadata"}
+
+    def read(call: Any) -> Any:
+        def broken_or_not(filesystem: PosixFilesystem, name: str, *rest: Any, **more: Any) -> Any:
+            if name in broken:
+                raise StorageError("the disk is broken", path=filesystem.location(name), errno=errno.EIO)
+            return call(filesystem, name, *rest, **more)
+
+        return broken_or_not
+
+    for name in ("read", "read_all", "read_into"):
+        monkeypatch.setattr(PosixFilesystem, name, read(getattr(PosixFilesystem, name)))
+    with pytest.raises(StorageError, match="the disk is broken"):
+        _newest(tmp_path)
+    broken.clear()
+    assert _newest(tmp_path) == (15, pytest.approx(1.5))
+    (tmp_path / ".run" / "abandoned").unlink()
+    broken.add("step-20/.metadata")
+    assert [step.state for step in list_run(tmp_path).steps] == ["complete", "complete", "damaged"]
+    CheckpointManager(tmp_path, run_id="job").close()
 
 
 def test_what_could_not_be_left_behind_is_by_the_next_save(tmp_path: Path) -> None:

@@ -130,6 +130,23 @@ def test_a_node_that_cannot_be_read_is_restored_from_the_durable_tier(
         assert _restored(manager) == 20
 
 
+def test_a_durable_tier_that_is_out_of_order_has_not_lost_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older step would be restored, and the newest one left behind by the next save."""
+    with _manager(tmp_path, tmp_path / "fast", fast_keep=2) as manager:
+        for step in (20, 40):
+            manager.save(step, _state(step))
+    for file in (tmp_path / "fast" / "step-40").glob("*.distcp"):
+        file.unlink()
+    with _manager(tmp_path, tmp_path / "fast") as manager:
+        with pytest.MonkeyPatch.context() as patch:
+            _break(patch, "run/step-40")
+            with pytest.raises(StorageError, match="the disk is broken"):
+                _restored(manager)
+        assert _restored(manager) == 40
+
+
 def _break(patch: pytest.MonkeyPatch, where: str) -> None:
     """Let data files not be read where a path has this in it."""
     read_into = PosixFilesystem.read_into

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dcp_nvcomp import CheckpointManager, Keep, StorageError, save
-from dcp_nvcomp.errors import UnsafePathError
+from dcp_nvcomp.errors import CheckpointNotFoundError, UnsafePathError
 from dcp_nvcomp.runs import prune_run
-from dcp_nvcomp.runs.own_files import is_pinned, pin, read_abandoned, read_kept, write_kept
+from dcp_nvcomp.runs.own_files import is_pinned, pin, read_abandoned, read_kept, unpin, write_kept
 from dcp_nvcomp.storage.open import open_filesystem
 
 BAD = {
@@ -64,6 +64,13 @@ def test_a_pin_goes_again_if_the_step_cannot_be_looked_at(tmp_path: Path) -> Non
     with pytest.raises(StorageError, match="gone"):
         pin(own, open_filesystem(tmp_path / "step-1"), 1, find_problem)
     assert is_pinned(own, 1), "someone needs it"
+    with pytest.raises(CheckpointNotFoundError, match="can't be read now"):
+        pin(own, open_filesystem(tmp_path / "step-1"), 1, lambda: "It can't be read now.")
+    assert is_pinned(own, 1)
+    unpin(own, 1)
+    with pytest.raises(CheckpointNotFoundError):
+        pin(own, open_filesystem(tmp_path / "step-1"), 1, lambda: "It can't be read now.")
+    assert not is_pinned(own, 1)
 
 
 def test_a_manager_says_which_file_is_damaged(tmp_path: Path) -> None:

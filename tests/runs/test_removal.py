@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from dcp_nvcomp import (
 from dcp_nvcomp.format.metadata.shares import is_being_removed
 from dcp_nvcomp.format.names import REMOVING
 from dcp_nvcomp.runs import SavedStep, pin_step, prune_run
+from dcp_nvcomp.runs.background import stages
 from dcp_nvcomp.runs.background.stages import FastStage
 from dcp_nvcomp.runs.own_files import pin
 from dcp_nvcomp.runs.steps import StepNames, remove_step
@@ -208,6 +211,52 @@ def test_what_is_pinned_or_loaded_is_not_removed(tmp_path: Path) -> None:
     target = {"w": torch.zeros(5000), "name": ""}
     load(target, tmp_path / "step-3", no_dist=True)
     assert torch.equal(target["w"], STATE["w"])
+
+
+def test_a_save_waits_for_no_removal_of_another_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        _saved(tmp_path / f"step-{step}")
+    durable = DurableTier(str(tmp_path), StepNames())
+    begun, may_end, events = threading.Event(), threading.Event(), list[str]()
+    remove_one = DurableTier._remove_one
+
+    def slow(*arguments: Any) -> bool:
+        begun.set()
+        assert may_end.wait(60)
+        events.append("removed")
+        return remove_one(*arguments)
+
+    monkeypatch.setattr(DurableTier, "_remove_one", slow)
+    removing = threading.Thread(target=durable.remove, args=({1: "old"},))
+    removing.start()
+    assert begun.wait(60)
+    with durable.held(2):
+        assert durable.remove({1: "old", 2: "old"}).steps == ()
+
+    def hold() -> None:
+        with durable.held(1):
+            events.append("held")
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    holding.join(0.2)
+    may_end.set()
+    removing.join(60)
+    holding.join(60)
+    assert events == ["removed", "held"] and steps_in(tmp_path) == [2]
+
+
+def test_what_can_not_be_written_down_keeps_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk may be full, and removing what is old would make room."""
+
+    def full(*arguments: Any) -> None:
+        raise StorageError("No space left", path=str(tmp_path), errno=errno.ENOSPC)
+
+    with CheckpointManager(tmp_path, every=10, keep=Keep(last=1)) as manager:
+        _save(manager, 10, 1.0)
+        monkeypatch.setattr(stages, "write_kept", full)
+        _save(manager, 20, 1.0)
+    assert steps_in(tmp_path) == [20] and manager.report().removed == {"durable": 1}
 
 
 def _save(manager: CheckpointManager, step: int, loss: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import uuid
 from pathlib import Path
@@ -33,7 +34,7 @@ def _restored(run: Path, fast: Path) -> int | None:
 
 
 def _id(run: Path) -> list[str]:
-    return (run / ".run" / "id").read_text().split("\n")
+    return os.fsdecode((run / ".run" / "id").read_bytes()).split("\n")
 
 
 def test_the_root_stands_beside_the_id(tmp_path: Path) -> None:
@@ -42,6 +43,13 @@ def test_the_root_stands_beside_the_id(tmp_path: Path) -> None:
     assert _id(run) == [first, str(run)]
     (run / ".run" / "id").write_text(first)  # as older versions wrote it
     assert _saved(run) == first and _id(run) == [first, str(run)]
+
+
+def test_a_directory_whose_name_is_no_utf8(tmp_path: Path) -> None:
+    run = tmp_path / os.fsdecode(b"r\xe9sultats")
+    first = _saved(run, 1)
+    assert _saved(run, 2) == first
+    assert (run / ".run" / "id").read_bytes() == os.fsencode(f"{first}\n{run}")
 
 
 def test_a_copy_has_an_id_of_its_own_and_is_refused_the_fast_tier(

@@ -226,6 +226,16 @@ def test_an_upload_that_was_cut_short_is_made_again_and_what_is_whole_is_not(
     assert {file.name: file.read_bytes() for file in target.iterdir()} == data
 
 
+def test_what_was_sent_long_ago_is_sent_again(tiers: tuple[Path, Path, dict[str, int]]) -> None:
+    """`clean` would take it for what a dead save has left, perhaps right before the step is published."""
+    source, target, sizes = tiers
+    for name, hours in (("c", 2), ("d", 0)):
+        (target / name).write_bytes((source / name).read_bytes())
+        os.utime(target / name, (time.time() - 3600 * hours,) * 2)
+    sent = upload_files(open_filesystem(source), open_filesystem(target), ["c", "d"], sizes)
+    assert sent == sizes["c"] and (target / "c").stat().st_mtime > time.time() - 60
+
+
 @pytest.mark.parametrize("place", ["header", "first block", "block", "last block", "footer", "trailer"])
 def test_a_file_that_was_damaged_since_is_not_uploaded(tiers: tuple[Path, Path, dict[str, int]], place: str) -> None:
     source, target, sizes = tiers

@@ -110,7 +110,7 @@ def _read_whole(filesystem: Filesystem, name: str, limit_nbytes: int) -> bytes:
             raise MetadataError("It does not begin like a pickle, so it is no metadata of a checkpoint.", path=path)
         with contextlib.suppress(FormatError):  # it grew
             return filesystem.read_all(name, limit_nbytes=limit_nbytes)
-    raise MetadataError(
+    raise UnsafeMetadataError(
         f"It has {nbytes} bytes, and at most {limit_nbytes} are read, so that it can't fill the memory. If it is "
         "genuine, pass a larger metadata_limit_nbytes=.",
         path=path,

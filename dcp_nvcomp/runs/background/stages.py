@@ -208,11 +208,12 @@ class DurableStage:
         doomed = self._durable.decide(rule, found)
         if doomed.why:
             self._warn_of_missing_metrics(found.complete)
-        self._durable.write_seen()
-        write_kept(self._durable.open_own(), doomed.kept)
+        # before anything is written: the disk may be full
         removed = self._durable.remove({**dict.fromkeys(found.removing, BEGUN), **doomed.why})
         if removed.steps:
             self._emit(StepsRemoved(removed.steps, "durable"))
+        self._durable.write_seen()
+        write_kept(self._durable.open_own(), doomed.kept)
 
     def _warn_of_missing_metrics(self, complete: Sequence[SavedStep]) -> None:
         rule, self._rule_to_check = self._rule_to_check, None

@@ -15,12 +15,14 @@ from dcp_nvcomp.calls.values import expects_checkpoint, is_stateful
 from dcp_nvcomp.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CodecUnavailableError,
     CorruptDataError,
     FormatError,
     MetadataError,
     RankFailedError,
     UnknownCodecError,
     UnsafeMetadataError,
+    UnsafeObjectError,
     UnsupportedVersionError,
 )
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
@@ -34,7 +36,7 @@ from dcp_nvcomp.runs.background.pipeline import Pipeline
 from dcp_nvcomp.runs.events import StepRestored, TierName
 from dcp_nvcomp.runs.options import RunContext
 from dcp_nvcomp.runs.own_files import Abandoned, LeftBehind, read_abandoned, write_abandoned
-from dcp_nvcomp.runs.restoring.candidates import Candidate, candidates
+from dcp_nvcomp.runs.restoring.candidates import DURABLE, Candidate, candidates
 from dcp_nvcomp.runs.restoring.nearest_copy import Fetch, NearestReader
 from dcp_nvcomp.runs.retention import SavedStep
 from dcp_nvcomp.runs.step_save import RunProgress
@@ -47,7 +49,13 @@ from dcp_nvcomp.storage.base import Filesystem
 
 logger = logging.getLogger(__name__)
 
-_NOT_DAMAGE = (UnsafeMetadataError, UnsupportedVersionError, UnknownCodecError)
+_NOT_DAMAGE = (
+    UnsafeMetadataError,
+    UnsafeObjectError,
+    UnsupportedVersionError,
+    UnknownCodecError,
+    CodecUnavailableError,
+)
 _DAMAGE = (FormatError, CorruptDataError, MetadataError, CheckpointNotFoundError)
 
 
@@ -145,12 +153,12 @@ class Restoring:
             if not failed:
                 return reader, None, candidate
             bad = {copy for one in attempts for copy in one.damaged}
-            # a rank that has no error of its own raises that of another one, which may be about a copy there
-            if not bad and any(not one.is_damage for one in failed.values()):
+            has_other_copies = bool(bad & candidate.copies) and _has_others(candidate.without(bad))
+            if not has_other_copies and any(_is_trouble(one, bad) for one in failed.values()):
                 if error is not None and not _is_damage(error):
                     raise error
                 raise RankFailedError.of({rank: str(one.error) for rank, one in failed.items() if not one.is_damage})
-            if not bad & candidate.copies or not _has_others(candidate.without(bad)):
+            if not has_other_copies:
                 return None, error or CorruptDataError(str(next(iter(failed.values())).error)), candidate
             logger.warning("Copies of step %d are damaged, and others are taken: %s", candidate.step, sorted(bad))
             candidate = candidate.without(bad)
@@ -324,6 +332,17 @@ def _is_damage(error: BaseException | None) -> bool:
     if error is None or isinstance(error, _NOT_DAMAGE):
         return False
     return isinstance(error, _DAMAGE) or (isinstance(error, CheckpointError) and is_missing(error))
+
+
+def _is_trouble(attempt: _Attempt, damaged: Collection[tuple[str, str]]) -> bool:
+    """Return True if a step may be whole, though it could not be loaded now.
+
+    What a node has that can't be read counts as lost. The durable tier may answer again. A rank that has no error of
+    its own raises that of another one, which may be about a copy there.
+    """
+    if attempt.is_damage or (damaged and not attempt.damaged):
+        return False
+    return all(node == DURABLE for node, _ in attempt.damaged)
 
 
 def _has_others(candidate: Candidate) -> bool:

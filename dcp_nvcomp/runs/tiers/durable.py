@@ -42,8 +42,9 @@ class DurableTier:
         self.names = names
         self.lease: Lease | None = None  # that a manager holds
         self._storage_options = dict(storage_options or {})
-        self._lock = threading.Lock()  # held while one step is removed
+        self._changed = threading.Condition()
         self._busy: Counter[int] = Counter()
+        self._being_removed: set[int] = set()
         self._seen: Seen[Step] | None = None  # until the first list
         self._written_seen = b""
 
@@ -143,11 +144,12 @@ class DurableTier:
             self.let_go(step)
 
     def hold(self, step: int) -> None:
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: step not in self._being_removed)
             self._busy[step] += 1
 
     def let_go(self, step: int) -> None:
-        with self._lock:
+        with self._changed:
             self._busy[step] -= 1
 
     def decide(self, rule: Keep | KeepRule | None, found: RunSteps) -> Doomed:
@@ -199,22 +201,34 @@ class DurableTier:
         while waiting and len(gone) > before:
             order, waiting, before = waiting, [], len(gone)
             for step in order:
-                with self._lock:
-                    if self._busy[step]:
-                        continue
-                    try:
-                        with contextlib.closing(self.open(step)) as filesystem:
-                            if why[step] == BEGUN and not is_being_removed(filesystem):
-                                continue  # a save has taken the mark away since
-                            if self._remove_one(filesystem, step, None if listed is None else listed.get(step)):
-                                gone = [*gone, step]
-                                logger.info("Step %d was removed: %s.", step, why[step])
-                            elif needed_by_others(filesystem, filesystem.list_files()):
-                                waiting = [*waiting, step]
-                    except CheckpointError as error:
-                        logger.warning("Step %d could not be removed, and will be at the next save: %s", step, error)
-                        failed[step] = error
+                try:
+                    with self._not_held(step) as may_go, contextlib.closing(self.open(step)) as filesystem:
+                        if not may_go or (why[step] == BEGUN and not is_being_removed(filesystem)):
+                            continue  # a save has taken the mark away since
+                        if self._remove_one(filesystem, step, None if listed is None else listed.get(step)):
+                            gone = [*gone, step]
+                            logger.info("Step %d was removed: %s.", step, why[step])
+                        elif needed_by_others(filesystem, filesystem.list_files()):
+                            waiting = [*waiting, step]
+                except CheckpointError as error:
+                    logger.warning("Step %d could not be removed, and will be at the next save: %s", step, error)
+                    failed[step] = error
         return Removed(tuple(sorted(gone)), failed)
+
+    @contextlib.contextmanager
+    def _not_held(self, step: int) -> Iterator[bool]:
+        """Have `hold` of this step wait meanwhile; yields False if it is held, or removed by another thread."""
+        with self._changed:
+            may_go = not self._busy[step] and step not in self._being_removed
+            if may_go:
+                self._being_removed.add(step)
+        try:
+            yield may_go
+        finally:
+            if may_go:
+                with self._changed:
+                    self._being_removed.discard(step)
+                    self._changed.notify_all()
 
     def _remove_one(self, filesystem: Filesystem, step: int, save_id: str | None) -> bool:
         shares = _shares_at(filesystem)

@@ -5,6 +5,7 @@ What a disk or a memory has changed since the save must not be taken for a safe 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
@@ -15,6 +16,7 @@ from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
+from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS
 from dcp_nvcomp.storage.base import Filesystem
 
 _PIECE_NBYTES: Final = 16 << 20
@@ -28,9 +30,12 @@ def upload_files(source: Filesystem, target: Filesystem, names: Collection[str],
     """Copy data files to a directory, but for those that are there and the same; return how many bytes were sent."""
     target.refuse_link()
     target.create_directory()
-    there = {file.name: file.nbytes for file in target.list_files()}
-    sized = {name for name in names if there.get(name) == sizes[name]}
-    missing = [name for name in sorted(names) if name not in sized or not _is_same(source, target, name, sizes[name])]
+    there = {file.name: file for file in target.list_files()}
+    sized = {name for name in names if name in there and there[name].nbytes == sizes[name]}
+    # what was sent long ago passes for the remains of a dead save until the step is published
+    young_seconds = target.now_seconds() - MIN_AGE_SECONDS / 2 if sized else 0.0
+    kept = {name for name in sized if (there[name].modified_seconds or math.inf) > young_seconds}
+    missing = [name for name in sorted(names) if name not in kept or not _is_same(source, target, name, sizes[name])]
     for name in sized.intersection(missing):  # which of the two is damaged? It must not be replaced by a damaged one
         for _ in _read_checked(source, name, sizes[name]):
             pass

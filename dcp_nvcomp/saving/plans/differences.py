@@ -108,6 +108,7 @@ class Comparison:
             values = [array("I") if one is None else one.values for one in sent]
             words.append(_words(_differing(own, values), self.ranks))
             shards = [array("I") if one is None else one.shards for one in sent]
+            found: Mapping[str, Sequence[int]]
             if differing is None:
                 compared = [one.compared if one is not None and one.compared else ComparedShards() for one in sent]
                 self.everyones_shards = of_several_meshes(compared)

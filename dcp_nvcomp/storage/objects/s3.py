@@ -10,6 +10,7 @@ import asyncio
 import copy
 import difflib
 import functools
+import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from email.utils import parsedate_to_datetime
@@ -416,7 +417,20 @@ class S3Output(PartedOutput):
             return False
         if found is None:
             return False
+        if self._replaces:  # what was there before may be as long
+            return found.version.strip('"') == self._expected_version()
         return found.nbytes == self._nbytes and found.version.rpartition("-")[2] == str(len(self._parts))
+
+    def _expected_version(self) -> str:
+        """Return the ETag that S3 gives to these parts, unless it encrypts them with a key of KMS.
+
+        Of https://docs.aws.amazon.com/AmazonS3/latest/userguide/checking-object-integrity-upload.html.
+        """
+        try:
+            parts = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in self._parts)
+        except ValueError:
+            return ""
+        return f"{hashlib.md5(parts, usedforsecurity=False).hexdigest()}-{len(self._parts)}"
 
     def _discard(self) -> None:
         if self._upload_id is not None:
