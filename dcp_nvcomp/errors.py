@@ -286,7 +286,7 @@ class MetadataError(CheckpointError):
 
 
 class UnsafeMetadataError(MetadataError):
-    """`.metadata` asks for a global that is not allowed, for a call, or for far more memory than its size."""
+    """`.metadata` asks for a global that is not allowed, for a call, or for more memory than it may take."""
 
 
 class UnsafePathError(CheckpointError):

@@ -44,6 +44,7 @@ from dcp_nvcomp.format.names import (
     rank_of_metadata_name,
     save_id_of_copy,
 )
+from dcp_nvcomp.format.recognition import is_local
 from dcp_nvcomp.reading.checkpoint import open_checkpoint
 from dcp_nvcomp.reading.stored_tensor import StoredTensor
 from dcp_nvcomp.redaction import without_secrets
@@ -90,6 +91,8 @@ class CheckpointSource(Source):
 def _place_beside(place: str, name: str) -> str:
     """Return where a file of a checkpoint is, which may be in one beside it: URLs of some storages have no `..`."""
     if name.startswith(BESIDE):
+        if is_local(place):
+            place = os.path.realpath(place)  # beside the directory, not beside a link to it
         place, name = place.rpartition("/")[0], name.removeprefix(BESIDE)
     return f"{place}/{name}"
 

@@ -68,6 +68,8 @@ class RunSteps:
     misnamed: Mapping[int, str] = field(default_factory=dict)
     # of each step the directories beside it that have marked it: they may need its data files
     marks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    # newer than all that are complete: why it could not be read whether they are what the run has left behind
+    unknown: Mapping[int, str] = field(default_factory=dict)
 
 
 def list_steps(
@@ -83,15 +85,11 @@ def list_steps(
     ours = [file for file in below.files if names.step_of(file.name.partition("/")[0]) is not None]
     found = steps_below(filesystem, RecursiveListing(ours, below.uploads, {}), seen=seen, step_of=names.step_of)
     seen.keep([one.name for one in found])
-    known = Abandoned() if abandoned is None else abandoned
-    for one in found:
-        step = names.step_of(one.name)
-        if one.error is not None and step in known.saves and step not in removing:
-            raise one.error  # that may be the save that was left behind, and must not pass for another one
     complete, damaged = (
         tuple(saved for saved in _saved_steps(found, names, state) if saved.step not in removing)
         for state in (COMPLETE, DAMAGED)
     )
+    known = Abandoned() if abandoned is None else abandoned
     left = tuple(saved for saved in complete if known.has(saved.step, saved.save_id, saved.replica_id))
     complete = tuple(saved for saved in complete if saved not in left)
     damaged = (*damaged, *(saved for saved in left if saved.save_id in known.damaged))
@@ -107,7 +105,14 @@ def list_steps(
         step, directory = names.step_of(folder), marking_directory(name)
         if step is not None and directory is not None:
             needed[step] = (*needed.get(step, ()), directory)
-    return RunSteps(complete, left, damaged, tuple(sorted(removing)), misnamed, needed), seen
+    newest = max((saved.step for saved in complete), default=-1)
+    unknown = {
+        step: str(one.error)
+        for one in found
+        if one.error is not None and (step := names.step_of(one.name)) in known.saves and step not in removing
+        if step is not None and step > newest
+    }
+    return RunSteps(complete, left, damaged, tuple(sorted(removing)), misnamed, needed, unknown), seen
 
 
 def saved_step(step: int, found: Step) -> SavedStep:

@@ -270,13 +270,14 @@ class Orphans:
 
     def remove_ended(self, open_at: Callable[[str], Filesystem]) -> bool:
         """Remove the same of a save that is known to be over on this rank; False if that has to be tried again."""
-        if self._names:
+        names = self._names
+        if names:
             filesystem = open_at(self._path)
             named = files_of_current(filesystem)
-            if named is None:
+            if named is None or not remove_unneeded(filesystem, set(names) - named, "an earlier, failed save"):
                 return False
-            remove_unneeded(filesystem, set(self._names) - named, "an earlier, failed save")
-            self._names = ()
+            if self._names is names:  # else a save that overlaps has written more
+                self._names = ()
         return True
 
 
@@ -301,20 +302,20 @@ def files_of_current(
         return None
 
 
-def remove_unneeded(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
-    """Remove files of an earlier save but for those that checkpoints beside this one share."""
+def remove_unneeded(filesystem: Filesystem, names: Iterable[str], whose: str) -> bool:
+    """Remove files of an earlier save but for those that checkpoints beside this one share; False if that failed."""
     names = set(names)
     if not names:
-        return
+        return True
     try:
         needed = needed_by_others(filesystem, _listed(filesystem))
     except CheckpointError as error:
         logger.warning("Files of %s are kept, as it is not known whether others share them: %s", whose, error)
-        return
+        return False
     kept = {name for name in names if name in needed}
     if kept:
         logger.info("%d files of %s stay, as checkpoints beside it share them.", len(kept), whose)
-    remove_files(filesystem, names - kept, whose)
+    return remove_files(filesystem, names - kept, whose)
 
 
 def _listed(filesystem: Filesystem) -> list[FileInfo]:
@@ -327,8 +328,11 @@ def _listed(filesystem: Filesystem) -> list[FileInfo]:
         return []
 
 
-def remove_files(filesystem: Filesystem, names: Iterable[str], whose: str) -> None:
-    """Remove leftovers, metadata first. A failure is only logged: it must not fail the save, or hide why it failed."""
+def remove_files(filesystem: Filesystem, names: Iterable[str], whose: str) -> bool:
+    """Remove leftovers, metadata first; False if that failed.
+
+    A failure is only logged: it must not fail the save, or hide why it failed.
+    """
     names = set(names)
     data_files = {name for name in names if name.endswith(DATA_FILE_SUFFIX)}
     try:
@@ -336,3 +340,5 @@ def remove_files(filesystem: Filesystem, names: Iterable[str], whose: str) -> No
         filesystem.remove(sorted(data_files))
     except CheckpointError as error:
         logger.warning("Files of %s could not be removed: %s", whose, error)
+        return False
+    return True

@@ -89,8 +89,8 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
             is complete.
         host_memory_budget: bytes of host memory for encoded data.
         device_memory_budget: bytes of memory on each GPU for encoding; by default 2 GiB, at most a tenth of what was
-            free when the process first saved or loaded, and half of what torch had not reserved by then, but for
-            256 MiB. `release_device_memory` gives back what is kept of it.
+            free when the process first saved or loaded, and half of what torch had not reserved by then, though
+            256 MiB in any case. `release_device_memory` gives back what is kept of it.
         progress: if True, rank 0 draws a progress bar; where standard error is no terminal, it logs a line every 10 s.
         on_save: called with the `SaveStats` after each commit, on the coordinator (with `use_collectives=False`, on
             each rank). An exception that it raises becomes a warning. With the process checkpointer of

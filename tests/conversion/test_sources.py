@@ -44,10 +44,13 @@ def test_a_step_that_shares_files_names_them_where_they_are(tmp_path: Path) -> N
     frozen, step = torch.arange(100_000.0), torch.zeros(50_000)
     save({"frozen": frozen, "step": step}, tmp_path / "step-1", no_dist=True, reference=())
     save({"frozen": frozen, "step": step + 1}, tmp_path / "step-2", no_dist=True, reference=tmp_path / "step-1")
-    source = CheckpointSource(str(tmp_path / "step-2"))
-    folders = {Path(file).parent for file in source.files}
-    assert folders == {tmp_path / "step-1", tmp_path / "step-2"} and all(Path(file).exists() for file in source.files)
-    source.close()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "latest").symlink_to(tmp_path / "step-2")
+    for place in (tmp_path / "step-2", tmp_path / "links" / "latest"):
+        source = CheckpointSource(str(place))
+        assert {Path(file).parent for file in source.files} == {tmp_path / "step-1", place}
+        assert all(Path(file).exists() for file in source.files)
+        source.close()
     convert(tmp_path / "step-2", tmp_path / "model.safetensors")
     assert_same(load_file(tmp_path / "model.safetensors"), {"frozen": frozen, "step": step + 1})
 

@@ -186,6 +186,27 @@ def test_what_can_not_be_removed_fails_no_save(caplog: pytest.LogCaptureFixture)
     assert writer.removed == 3, "until it is gone, with each save that follows"
 
 
+def test_files_that_can_not_be_removed_are_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = NvcompWriter(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixFilesystem, "publish", _no_answer)
+        patch.setattr(PosixFilesystem, "remove", _no_answer)
+        with pytest.raises(CheckpointError):
+            save({"w": torch.arange(9)}, storage_writer=writer, no_dist=True)
+    left = file_names(tmp_path)
+    assert left
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixFilesystem, "remove", _no_answer)
+        assert not writer.remove_unpublished()
+    assert file_names(tmp_path) == left
+    assert writer.remove_unpublished() and not file_names(tmp_path)
+    assert writer.remove_unpublished()
+
+
+def _no_answer(*_: Any, **__: Any) -> None:
+    raise StorageError("no answer", path="there", errno=errno.EIO)
+
+
 def test_training_does_not_wait_for_a_store_that_is_out_of_order(monkeypatch: pytest.MonkeyPatch) -> None:
     unpublished, writer, answers = Unpublished(), _Writer(is_unpublished=True), threading.Event()
     monkeypatch.setattr(unpublished_files, "_ROOM_SECONDS", 0.1)

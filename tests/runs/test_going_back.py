@@ -84,13 +84,7 @@ def test_if_what_says_so_is_damaged_nothing_is_guessed(tmp_path: Path) -> None:
         _newest(tmp_path)
 
 
-def test_a_step_that_may_be_left_behind_is_not_guessed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its `.metadata` can't be read while the run is listed, and can be a moment later."""
-    _save(tmp_path, {10: 1.0, 20: 2.0})
-    _save(tmp_path, {15: 1.5}, back_to=10)
-    (tmp_path / ".run" / "seen").unlink()
-    broken = {"step-20/.metadata"}
-
+def _unreadable(monkeypatch: pytest.MonkeyPatch, broken: set[str]) -> None:
     def read(call: Any) -> Any:
         def broken_or_not(filesystem: PosixFilesystem, name: str, *rest: Any, **more: Any) -> Any:
             if name in broken:
@@ -101,6 +95,15 @@ def test_a_step_that_may_be_left_behind_is_not_guessed_at(tmp_path: Path, monkey
 
     for name in ("read", "read_all", "read_into"):
         monkeypatch.setattr(PosixFilesystem, name, read(getattr(PosixFilesystem, name)))
+
+
+def test_a_step_that_may_be_left_behind_is_not_guessed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its `.metadata` can't be read while the run is listed, and can be a moment later."""
+    _save(tmp_path, {10: 1.0, 20: 2.0})
+    _save(tmp_path, {15: 1.5}, back_to=10)
+    (tmp_path / ".run" / "seen").unlink()
+    broken = {"step-20/.metadata"}
+    _unreadable(monkeypatch, broken)
     with pytest.raises(StorageError, match="the disk is broken"):
         _newest(tmp_path)
     broken.clear()
@@ -108,7 +111,25 @@ def test_a_step_that_may_be_left_behind_is_not_guessed_at(tmp_path: Path, monkey
     (tmp_path / ".run" / "abandoned").unlink()
     broken.add("step-20/.metadata")
     assert [step.state for step in list_run(tmp_path).steps] == ["complete", "complete", "damaged"]
-    CheckpointManager(tmp_path, run_id="job").close()
+
+
+def test_such_a_step_harms_nothing_but_a_restore_that_comes_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _save(tmp_path, {10: 1.0, 20: 2.0, 30: 3.0})
+    _save(tmp_path, {15: 1.5}, back_to=10)
+    (tmp_path / ".run" / "seen").unlink()
+    _unreadable(monkeypatch, {"step-20/.metadata"})
+    with CheckpointManager(tmp_path, every=1, run_id="job", keep=Keep(last=2)) as manager:
+        state = _state(-1.0)
+        restored = manager.restore(state, 15)
+        assert restored is not None and state["w"][0] == 1.5
+        manager.save(25, _state(2.5))
+        manager.wait()
+        assert [saved.step for saved in manager.steps()] == [15, 25]
+    with CheckpointManager(tmp_path, run_id="job") as manager:
+        restored = manager.restore(state)
+        assert restored is not None and restored.step == 25, "which is newer than what can't be read"
 
 
 def test_what_could_not_be_left_behind_is_by_the_next_save(tmp_path: Path) -> None:

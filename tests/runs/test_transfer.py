@@ -226,14 +226,23 @@ def test_an_upload_that_was_cut_short_is_made_again_and_what_is_whole_is_not(
     assert {file.name: file.read_bytes() for file in target.iterdir()} == data
 
 
-def test_what_was_sent_long_ago_is_sent_again(tiers: tuple[Path, Path, dict[str, int]]) -> None:
+def test_what_was_sent_long_ago_is_sent_again(
+    tiers: tuple[Path, Path, dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`clean` would take it for what a dead save has left, perhaps right before the step is published."""
     source, target, sizes = tiers
-    for name, hours in (("c", 2), ("d", 0)):
+    for name, hours in (("c", 13), ("d", 11)):
         (target / name).write_bytes((source / name).read_bytes())
         os.utime(target / name, (time.time() - 3600 * hours,) * 2)
     sent = upload_files(open_filesystem(source), open_filesystem(target), ["c", "d"], sizes)
     assert sent == sizes["c"] and (target / "c").stat().st_mtime > time.time() - 60
+
+    def denied(_: Any) -> float:
+        raise CheckpointError("forbidden")
+
+    monkeypatch.setattr(PosixFilesystem, "now_seconds", denied)
+    os.utime(target / "c", (0, 0))
+    assert upload_files(open_filesystem(source), open_filesystem(target), ["c", "d"], sizes) == 0
 
 
 @pytest.mark.parametrize("place", ["header", "first block", "block", "last block", "footer", "trailer"])

@@ -14,13 +14,14 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.cached import SimpleCacheFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from dcp_nvcomp.errors import ConcurrentSaveError, StorageError
 from dcp_nvcomp.storage.base import is_not_found
-from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem, modified_seconds
+from dcp_nvcomp.storage.fsspec_files import FsspecFilesystem, _finds_by_itself, modified_seconds
 from dcp_nvcomp.storage.fsspec_output import Moves
 from dcp_nvcomp.storage.open import open_filesystem
 
@@ -249,6 +250,16 @@ def test_what_is_gone_was_removed_whatever_the_client_says(tmp_path: Path) -> No
         filesystem.remove(["missing"])
         with pytest.raises(StorageError, match="550"):
             filesystem.remove(["kept"])
+
+
+def test_a_store_lists_all_at_once_also_behind_a_cache() -> None:
+    class Store(AsyncFileSystem):
+        async def _find(self, path: str, **more: Any) -> list[str]:
+            return []
+
+    store, plain = Store(), AsyncFileSystem()
+    for chained in (lambda fs: fs, lambda fs: DirFileSystem("a", fs), lambda fs: SimpleCacheFileSystem(fs=fs)):
+        assert _finds_by_itself(chained(store)) and not _finds_by_itself(chained(plain))
 
 
 @pytest.mark.parametrize("chain", ["", "simplecache::"])

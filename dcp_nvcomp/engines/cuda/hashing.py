@@ -36,7 +36,7 @@ def digests_on_device(tensor: Tensor, launch: Launch) -> bytes:
 
     Args:
         tensor: of more than 0 bytes, at an address that is a multiple of 8.
-        launch: starts a kernel, on the stream that tensors are on.
+        launch: starts a kernel after what the current stream has queued, and before what it queues next.
     """
     data = tensor.reshape(-1).view(torch.uint8)
     nbytes = data.numel()

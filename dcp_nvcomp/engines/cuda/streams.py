@@ -21,7 +21,10 @@ _LENDING: Final = threading.Lock()
 
 @contextmanager
 def stream_beside(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Make a stream of the device current that no other thread has meanwhile, and that waits for an event."""
+    """Make a stream of the device current that no other save has meanwhile, and that waits for an event.
+
+    Torch has 32 of them, and may have given the same one to others: that costs time only.
+    """
     with _LENDING:
         stream = _FREE[device].pop() if _FREE[device] else None
     if stream is None:

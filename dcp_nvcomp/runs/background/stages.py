@@ -213,7 +213,10 @@ class DurableStage:
         if removed.steps:
             self._emit(StepsRemoved(removed.steps, "durable"))
         self._durable.write_seen()
-        write_kept(self._durable.open_own(), doomed.kept)
+        try:
+            write_kept(self._durable.open_own(), doomed.kept)
+        except CheckpointError as error:
+            logger.warning("Why steps are kept could not be written down: %s", error)
 
     def _warn_of_missing_metrics(self, complete: Sequence[SavedStep]) -> None:
         rule, self._rule_to_check = self._rule_to_check, None

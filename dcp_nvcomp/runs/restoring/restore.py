@@ -20,6 +20,7 @@ from dcp_nvcomp.errors import (
     FormatError,
     MetadataError,
     RankFailedError,
+    StorageError,
     UnknownCodecError,
     UnsafeMetadataError,
     UnsafeObjectError,
@@ -84,7 +85,7 @@ class Restoring:
         fallback: bool,
     ) -> StepRestored | None:
         self._pipeline.wait()  # what is being saved may be what is to be loaded, and nothing is removed meanwhile
-        found = self._candidates()
+        found = self._candidates(step)
         wanted = [one for one in found if (not one.is_abandoned if step is None else one.step == step)]
         if step is not None and not wanted:
             raise CheckpointNotFoundError(
@@ -200,9 +201,12 @@ class Restoring:
             except CheckpointError as error:
                 logger.warning("The fast tier can't be written, and is passed by: %s", error)
 
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self, wanted: int | None) -> list[Candidate]:
         """Return what could be restored, the same on all ranks."""
         listed = self._ranks.on_one(self._durable.list)
+        if wanted is None:
+            for step, error in listed.unknown.items():  # it may be of the run now, or what it has left behind
+                raise StorageError(error, path=without_secrets(self._durable.path_of(step)))
         abandoned = self._ranks.on_one(lambda: read_abandoned(self._durable.open_own()))
         on_nodes = _held_on_nodes(self._ranks, self._nodes, self._fast)
         self._abandoned = abandoned

@@ -202,8 +202,11 @@ class DurableTier:
             order, waiting, before = waiting, [], len(gone)
             for step in order:
                 try:
-                    with self._not_held(step) as may_go, contextlib.closing(self.open(step)) as filesystem:
-                        if not may_go or (why[step] == BEGUN and not is_being_removed(filesystem)):
+                    with contextlib.ExitStack() as stack:
+                        if not stack.enter_context(self._not_held(step)):
+                            continue
+                        filesystem = stack.enter_context(contextlib.closing(self.open(step)))
+                        if why[step] == BEGUN and not is_being_removed(filesystem):
                             continue  # a save has taken the mark away since
                         if self._remove_one(filesystem, step, None if listed is None else listed.get(step)):
                             gone = [*gone, step]

@@ -5,8 +5,7 @@ What a disk or a memory has changed since the save must not be taken for a safe 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,10 +15,10 @@ from dcp_nvcomp.errors import CheckpointError, CorruptDataError, StorageError
 from dcp_nvcomp.format.data_file import DataFileRef, find_data_file, read_footer
 from dcp_nvcomp.format.footer import Footer
 from dcp_nvcomp.format.framing import TRAILER_NBYTES, check_header, decode_footer, decode_trailer
-from dcp_nvcomp.maintenance.cleaning import MIN_AGE_SECONDS
-from dcp_nvcomp.storage.base import Filesystem
+from dcp_nvcomp.storage.base import FileInfo, Filesystem
 
 _PIECE_NBYTES: Final = 16 << 20
+_OLD_SECONDS: Final = 12 * 3600.0  # half of what `clean` takes for old, if it is not told otherwise
 
 
 class SourceError(StorageError):
@@ -32,9 +31,7 @@ def upload_files(source: Filesystem, target: Filesystem, names: Collection[str],
     target.create_directory()
     there = {file.name: file for file in target.list_files()}
     sized = {name for name in names if name in there and there[name].nbytes == sizes[name]}
-    # what was sent long ago passes for the remains of a dead save until the step is published
-    young_seconds = target.now_seconds() - MIN_AGE_SECONDS / 2 if sized else 0.0
-    kept = {name for name in sized if (there[name].modified_seconds or math.inf) > young_seconds}
+    kept = sized - _old(target, [there[name] for name in sized])
     missing = [name for name in sorted(names) if name not in kept or not _is_same(source, target, name, sizes[name])]
     for name in sized.intersection(missing):  # which of the two is damaged? It must not be replaced by a damaged one
         for _ in _read_checked(source, name, sizes[name]):
@@ -43,6 +40,18 @@ def upload_files(source: Filesystem, target: Filesystem, names: Collection[str],
     for name in missing:
         _upload(source, target, name, sizes[name])
     return sum(sizes[name] for name in missing)
+
+
+def _old(target: Filesystem, files: Sequence[FileInfo]) -> set[str]:
+    """Return what was sent so long ago that `clean` may soon take it for what a dead save has left."""
+    times = {file.name: file.modified_seconds for file in files if file.modified_seconds is not None}
+    if not times:
+        return set()
+    try:
+        now_seconds = target.now_seconds()
+    except CheckpointError:  # of credentials that may not ask for the time, say
+        return set()
+    return {name for name, seconds in times.items() if now_seconds - seconds > _OLD_SECONDS}
 
 
 def _is_same(source: Filesystem, target: Filesystem, name: str, nbytes: int) -> bool:

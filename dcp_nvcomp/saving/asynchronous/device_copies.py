@@ -174,9 +174,10 @@ class DeviceCopies:
         for device in devices:  # once: before each of thousands of small copies, it would take longer than they do
             self._memory.follow(device)
         for item, copy in zip(items, self._copies, strict=True):
-            value = resolve(item)
-            if not isinstance(value, io.BytesIO) and self._memory.has(value):
-                self._memory.copy(without_lazy_bits(value), copy)
+            if not isinstance(copy, io.BytesIO):  # whose values would be pickled once more
+                value = resolve(item)
+                if self._memory.has(value):
+                    self._memory.copy(without_lazy_bits(value), copy)
 
     def resolver(self, items: Sequence[WriteItem]) -> Resolve:
         """Return what gives out the copies, once each: of the items that were copied, in their order."""

@@ -203,6 +203,27 @@ def test_a_place_that_refuses(tmp_path: Path, memory: StandInMemory) -> None:
     memory.assert_free()
 
 
+class Counted:
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        type(self).pickled += 1
+        return dict, ()
+
+
+def test_objects_are_pickled_as_often_as_without_copies(
+    tmp_path: Path, memory: StandInMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for number, is_in_use in enumerate((True, False, True, False)):
+        monkeypatch.setattr(Counted, "pickled", 0)
+        memory.is_in_use = is_in_use
+        state = {"loader": Counted(), "w": torch.ones(SMALL)}
+        async_save(state, tmp_path / str(number), no_dist=True).upload_completion.result(60)
+        counts.append(Counted.pickled)
+    assert memory.made == 2 and counts[:2] == counts[2:] and counts[0] == counts[1]
+
+
 def test_a_state_in_host_memory_is_not_copied(
     tmp_path: Path, memory: StandInMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
