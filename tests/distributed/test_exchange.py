@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_nvcomp import CheckpointManager, load, save
+from dcp_nvcomp.calls.peers import Peers
 from dcp_nvcomp.loading.sharing import exchange, worth
 from dcp_nvcomp.storage.local.filesystem import PosixFilesystem
 from tests.states import State, assert_same, blank
@@ -120,8 +121,20 @@ def test_slow_storage_is_shared_by_itself(ranks: RankPool, tmp_path: Path) -> No
     assert all(received > 6 << 20 for _, received in found), found
 
 
-def test_fast_storage_is_not(ranks: RankPool, tmp_path: Path) -> None:
-    assert [received for _, received in ranks.run(_slowly, tmp_path, None, "auto", world_size=2)] == [0, 0]
+def _with_slow_messages(path: Path) -> int:
+    tell = Peers.all_tell
+
+    def slow(peers: Peers, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if tensor.nbytes >= 1 << 20:
+            time.sleep(1)
+        return tell(peers, tensor)
+
+    with patch.object(Peers, "all_tell", slow):
+        return _slowly(path, None, "auto")[1]
+
+
+def test_storage_that_is_faster_than_messages_is_not(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_with_slow_messages, tmp_path, world_size=2) == [0, 0]
 
 
 def test_few_reads_are_not_worth_it() -> None:
