@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,35 +214,47 @@ class _ShortMemory:
     def __init__(self, free_nbytes: int) -> None:
         self.free_nbytes = free_nbytes
         self.asked, self.returned = list[int](), 0
+        self._taken: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self.arena = Arena(self._allocate, self._return, lambda: self.free_nbytes)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         self.asked.append(nbytes)
         if nbytes > self.free_nbytes:
+            self._empty_cache()  # as torch does before it fails
+        if nbytes > self.free_nbytes:
             raise torch.OutOfMemoryError("CUDA out of memory")
         self.free_nbytes -= nbytes
-        return torch.empty(nbytes, dtype=torch.uint8)
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._taken.append((weakref.ref(memory), nbytes))
+        return memory
 
     def _return(self) -> None:
         self.returned += 1
-        self.free_nbytes += self.asked[-1]
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
+        self.free_nbytes += sum(nbytes for memory, nbytes in self._taken if memory() is None)
+        self._taken = [(memory, nbytes) for memory, nbytes in self._taken if memory() is not None]
+
+
+UNIT = 32 * MIB  # less is not worth what torch has cached
 
 
 def test_what_is_held_stays_where_the_device_has_no_more() -> None:
     """To give it back, and to ask in vain, makes torch give back all that it keeps for training."""
-    memory = _ShortMemory(3 * MIB)
+    memory = _ShortMemory(3 * UNIT)
     arena = memory.arena
     for _ in range(3):
         arena.retry()
-        arena.set_limit(4 * MIB)
-        assert arena.capacity_nbytes == 2 * MIB
-    assert not memory.returned and memory.asked == [4 * MIB, 2 * MIB]
-    memory.free_nbytes += MIB
-    arena.set_limit(4 * MIB)
-    assert arena.capacity_nbytes == 2 * MIB, "only the next save asks again"
+        arena.set_limit(4 * UNIT)
+        assert arena.capacity_nbytes == 2 * UNIT
+    assert not memory.returned and memory.asked == [4 * UNIT, 2 * UNIT]
+    memory.free_nbytes += UNIT
+    arena.set_limit(4 * UNIT)
+    assert arena.capacity_nbytes == 2 * UNIT, "only the next save asks again"
     arena.retry()
-    arena.set_limit(4 * MIB)
-    assert arena.capacity_nbytes == 4 * MIB and memory.returned == 1
+    arena.set_limit(4 * UNIT)
+    assert arena.capacity_nbytes == 4 * UNIT and memory.returned == 1
 
 
 def test_an_engine_that_never_went_short_grows_whatever_the_driver_has() -> None:
