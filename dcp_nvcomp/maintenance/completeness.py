@@ -37,15 +37,15 @@ SEEN_NAME: Final = "seen"
 _MOST_NBYTES: Final = 64 << 20
 
 
-class Found(NamedTuple):
-    """What is known of a checkpoint."""
+class Opened(NamedTuple):
+    """What opening a checkpoint has shown."""
 
     summary: Summary | None
     problem: str = ""  # why it is not complete; empty if it is
     error: StorageError | None = None  # that of the storage, if it kept the metadata from being read
 
 
-def look_into(filesystem: Filesystem, folder: str, roots: Iterable[str], sizes: Mapping[str, int]) -> Found:
+def look_into(filesystem: Filesystem, folder: str, roots: Iterable[str], sizes: Mapping[str, int]) -> Opened:
     """Read the metadata of a checkpoint, and compare it with what is there."""
     below = f"{folder}/" if folder else ""
     summary = None
@@ -53,21 +53,21 @@ def look_into(filesystem: Filesystem, folder: str, roots: Iterable[str], sizes: 
         if name == METADATA_NAME:
             summary = _plainly_whole(filesystem, below, sizes)
             if summary is not None:
-                return Found(summary)
+                return Opened(summary)
         from dcp_nvcomp.format.metadata.roots import is_missing, read_root  # takes torch, and that seconds
 
         try:
             root = read_root(filesystem, f"{below}{name}")
         except CheckpointError as error:
             if is_missing(error):
-                return Found(None, f"{name} was removed meanwhile.")
+                return Opened(None, f"{name} was removed meanwhile.")
             trouble = error if isinstance(error, StorageError) else None
-            return Found(_summary_alone(filesystem, f"{below}{name}", sizes), f"{name}: {error.message}", trouble)
+            return Opened(_summary_alone(filesystem, f"{below}{name}", sizes), f"{name}: {error.message}", trouble)
         summary = summary_at_end(root.data[-SUMMARY_NBYTES:])
         problem = _disagreement(root, summary) or _lacking(filesystem, root, folder, sizes)
         if problem:
-            return Found(summary, problem)
-    return Found(summary)
+            return Opened(summary, problem)
+    return Opened(summary)
 
 
 def _plainly_whole(filesystem: Filesystem, below: str, sizes: Mapping[str, int]) -> Summary | None:

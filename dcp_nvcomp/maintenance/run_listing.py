@@ -32,7 +32,7 @@ from dcp_nvcomp.format.names import (
     shared_directories,
     step_in,
 )
-from dcp_nvcomp.maintenance.completeness import Found, Seen, identity_of, look_into, read_seen
+from dcp_nvcomp.maintenance.completeness import Opened, Seen, identity_of, look_into, read_seen
 from dcp_nvcomp.maintenance.opening import document, natural_order, nothing_below, opened
 from dcp_nvcomp.storage.base import FileInfo, Filesystem, RecursiveListing
 
@@ -235,14 +235,14 @@ class _Look:
             self._seen.note(folder, identity, step)
         return step
 
-    def _opened(self, folder: str, roots: list[str], by_name: Mapping[str, FileInfo]) -> Found:
+    def _opened(self, folder: str, roots: list[str], by_name: Mapping[str, FileInfo]) -> Opened:
         if not roots:
-            return Found(None)
+            return Opened(None)
         is_large = any(by_name[name].nbytes > _LARGE_NBYTES for name in roots)
         with self._one_large if is_large else contextlib.nullcontext():
             return look_into(self._filesystem, folder, roots, self._sizes)
 
-    def _known(self, folder: str, identity: str | None, by_name: Mapping[str, FileInfo]) -> Found | None:
+    def _known(self, folder: str, identity: str | None, by_name: Mapping[str, FileInfo]) -> Opened | None:
         """Return the summary of a checkpoint that was seen complete; None for others, and if it can't be read now.
 
         Without its summary a step would seem to have no metrics, by which rules keep the best.
@@ -251,10 +251,10 @@ class _Look:
         if not self._seen.has(folder, identity):
             return None
         if root is None:
-            return Found(None)
+            return Opened(None)
         start = max(root.nbytes - SUMMARY_NBYTES, 0)
         try:
-            return Found(summary_at_end(self._filesystem.read(root.name, start, root.nbytes)))
+            return Opened(summary_at_end(self._filesystem.read(root.name, start, root.nbytes)))
         except CheckpointError:  # it may have been replaced or removed since it was listed
             return None
 

@@ -278,7 +278,7 @@ class NvcompWriter(StorageWriter, BlockingAsyncStager):
         A run makes a writer for each save, so that there is no next save of this one, at which `Orphans` would go.
 
         Returns:
-            False if nothing was removed, as the checkpoint at that path can't be read.
+            False if that has to be tried again: the checkpoint at that path can't be read, or a file not be removed.
 
         Raises:
             StorageError: the storage does not answer in time, or can't be opened.

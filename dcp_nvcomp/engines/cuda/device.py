@@ -158,7 +158,7 @@ class FreeMemory(NamedTuple):
     """What is free of a device's memory."""
 
     unreserved_nbytes: int  # what torch has not taken from the driver
-    cached_nbytes: int  # what torch has, for the next who asks: mostly training
+    cached_nbytes: int  # what torch has taken and keeps, mostly for training
 
     @property
     def nbytes(self) -> int:

@@ -113,7 +113,7 @@ def _compiled(device: torch.device) -> Launch:
     with torch.cuda.device(device):
         module = cupy.RawModule(code=kernel_source(*HASH_SOURCES), options=HASH_OPTIONS)
         functions = {name: module.get_function(name) for name in HASH_NAMES}
-        # one of CuPy's: how it takes one of torch's changes from version to version, with warnings
+        # one of CuPy's own: since CuPy 14 its wrapper of other streams is deprecated
         own = lent_stream(cupy, torch.cuda.current_device())
     stream = of_torch(own, device)
 
