@@ -25,7 +25,9 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -219,6 +221,10 @@ def _join(rank: int, world_size: int, meeting_point: str, timeout_s: float) -> N
 def _call(payload: bytes) -> Any:
     import torch.distributed as dist
 
+    # A destroyed group in a cycle hangs a child that collects it. Calls that failed leave such cycles, with tracebacks,
+    # which are over by now; what else is from before this call, its children never collect.
+    gc.collect()
+    gc.freeze()
     try:
         function, arguments, options = pickle.loads(payload)
         with warnings.catch_warnings():
@@ -228,7 +234,24 @@ def _call(payload: bytes) -> Any:
             return function(*arguments, **options)
     finally:
         dist.destroy_process_group()
-        gc.collect()  # a destroyed group in a cycle, collected in a child that is forked later, hangs that child
+        gc.collect()
+        gc.unfreeze()
+
+
+def end_of_child(work: Callable[[], object]) -> int:
+    """Fork, as a data loader with workers does, and return how the child ended: 7, or -1 if it hung."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(7)
+    for _ in range(1000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1
 
 
 @contextmanager

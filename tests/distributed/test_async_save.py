@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +19,7 @@ from tests.conformance.sabotage import FailingSavePlanner, Sabotage
 from tests.states import State
 
 from .jobs import assert_alive, sharded
-from .launch import RankPool
+from .launch import RankPool, end_of_child
 
 SHAPE = (64, 500)
 
@@ -221,23 +219,12 @@ def _save_once(path: Path) -> None:
     async_save(_sharded(1), path).upload_completion.result(60)
 
 
-def _fork_and_wait() -> int:
-    """Fork, as a data loader with workers does, and return how the child ended; -1 if it hung."""
-    child = os.fork()
-    if child == 0:
-        os._exit(7)
-    for _ in range(1000):
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return -1
+def _fork() -> int:
+    return end_of_child(lambda: None)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_process_forked_after_groups_were_destroyed_lives(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_save_once, tmp_path, world_size=2)
     # each call has a process group of its own: that of the first one is gone by now
-    assert ranks.run(_fork_and_wait, world_size=2) == [7, 7]
+    assert ranks.run(_fork, world_size=2) == [7, 7]

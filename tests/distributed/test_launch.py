@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .launch import RankFailure, RankPool
+from .launch import RankFailure, RankPool, end_of_child
 
 
 def _sum_of_ranks() -> tuple[int, int, int, int]:
@@ -49,5 +50,42 @@ def test_failure_of_one_rank_ends_the_others(tmp_path: Path) -> None:
     try:
         with pytest.raises(RankFailure, match="rank one has had enough"):
             pool.run(_raise_on_rank_one, timeout_s=120.0)
+    finally:
+        pool.close()
+
+
+class _Held:
+    """Holds a process group in a cycle."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.itself = group, self
+
+
+_kept: list[_Held] = []
+
+
+def _fail_with_a_group() -> None:
+    raise ValueError("on purpose", _Held(dist.new_group()))
+
+
+def _keep_a_group() -> None:
+    _kept.append(_Held(dist.new_group()))
+
+
+def _let_go_and_fork() -> int:
+    _kept.clear()
+    return end_of_child(gc.collect)  # as any child does in time
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+def test_what_calls_leave_does_not_hang_children_of_later_ones(tmp_path: Path) -> None:
+    """Groups of calls that failed, and groups that a later call lets go of before it forks."""
+    pool = RankPool(2, tmp_path)
+    try:
+        with pytest.raises(RankFailure, match="on purpose"):
+            pool.run(_fail_with_a_group)
+        assert pool.run(_let_go_and_fork) == [7, 7]
+        pool.run(_keep_a_group)
+        assert pool.run(_let_go_and_fork) == [7, 7]
     finally:
         pool.close()
