@@ -71,12 +71,12 @@ def said() -> Iterator[list[str]]:
 
 @pytest.fixture(params=["", "simplecache::"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"{request.param}plain-login://user:{PASSWORD}@host{tmp_path}/c?sig={TOKEN}"
+    return f"{request.param}plainlogin://user:{PASSWORD}@host{tmp_path}/c?sig={TOKEN}"
 
 
 @pytest.fixture
 def plain_url(tmp_path: Path) -> str:
-    return f"plain-login://user:{PASSWORD}@host{tmp_path}/c"
+    return f"plainlogin://user:{PASSWORD}@host{tmp_path}/c"
 
 
 def state() -> dict[str, Any]:
@@ -97,7 +97,7 @@ def what_is_said(work: Callable[[], object]) -> str:
 
 def broken(name: str, call: Any, *arguments: Any) -> Any:
     """A client that quotes everything it knows."""
-    raise OSError(errno.EIO, f"plain-login://user:{PASSWORD}@host refused {PASSWORD!r} and {TOKEN}", f"x?sig={TOKEN}")
+    raise OSError(errno.EIO, f"plainlogin://user:{PASSWORD}@host refused {PASSWORD!r} and {TOKEN}", f"x?sig={TOKEN}")
 
 
 def test_a_save_and_a_load(plain_url: str, tmp_path: Path, said: list[str]) -> None:
@@ -112,7 +112,7 @@ def test_a_save_and_a_load(plain_url: str, tmp_path: Path, said: list[str]) -> N
     said += [writer.checkpoint_id, reader.checkpoint_id]
     metadata = reader.read_metadata()
     assert metadata.storage_meta is not None
-    assert metadata.storage_meta.checkpoint_id == f"plain-login://user:***@host{tmp_path}/c"
+    assert metadata.storage_meta.checkpoint_id == f"plainlogin://user:***@host{tmp_path}/c"
     for file in (tmp_path / "c").iterdir():
         said.append(file.read_bytes().decode("latin-1"))
     assert len(said) > 10

@@ -210,7 +210,7 @@ def hooked(hook: Hook) -> Iterator[None]:
 class LoginFilesystem(MovingFilesystem):
     """As SMB's and SFTP's: the URL holds a login."""
 
-    protocol = "plain-login"
+    protocol = "plainlogin"  # letters alone: fsspec 2024.3 finds no host in URLs of others
 
     def __init__(self, host: str = "", username: str = "", password: str = "", token: str = "", **options: Any) -> None:
         super().__init__(**options)
@@ -228,4 +228,4 @@ class LoginFilesystem(MovingFilesystem):
         return {name: found[name] for name in ("host", "username", "password") if name in found}
 
 
-fsspec.register_implementation("plain-login", LoginFilesystem, clobber=True)
+fsspec.register_implementation("plainlogin", LoginFilesystem, clobber=True)

@@ -298,10 +298,10 @@ def test_no_agent_and_no_configuration() -> None:
 @pytest.mark.parametrize("mark", ["", "dcpz+"])
 def test_another_place_is_asked_with_the_same_password(mark: str) -> None:
     """Messages say `***` for it, which is a wrong one: after some of these, servers lock users out."""
-    filesystem = open_filesystem(f"{mark}plain-login://user:right-word@host/run/step-1")
+    filesystem = open_filesystem(f"{mark}plainlogin://user:right-word@host/run/step-1")
     assert isinstance(filesystem, FsspecFilesystem) and filesystem.reopen is not None
     above = filesystem.path.removesuffix("/step-1")
-    for path, word in ((above, "right-word"), (filesystem.path, "right-word"), ("plain-login://u:own@other/x", "own")):
+    for path, word in ((above, "right-word"), (filesystem.path, "right-word"), ("plainlogin://u:own@other/x", "own")):
         other = filesystem.reopen(path)
         assert isinstance(other, FsspecFilesystem) and other._fs.password == word
     assert "right-word" not in filesystem.path
