@@ -239,11 +239,14 @@ def _call(payload: bytes) -> Any:
 
 
 def end_of_child(work: Callable[[], object]) -> int:
-    """Fork, as a data loader with workers does, and return how the child ended: 7, or -1 if it hung."""
+    """Fork, as a data loader with workers does, and return how it ended: 7, 1 if `work` failed, -1 if it hung."""
     child = os.fork()
     if child == 0:
-        work()
-        os._exit(7)
+        try:
+            work()
+            os._exit(7)
+        finally:  # a child whose work fails must not go on as a rank
+            os._exit(1)
     for _ in range(1000):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
