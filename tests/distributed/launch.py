@@ -178,8 +178,13 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     import torch
+    import torch.distributed.checkpoint  # most calls import it
 
     torch.set_num_threads(1)
+    # Calls would take twice as long if each collection went through all that was imported.
+    gc.freeze()
+    # A destroyed process group in a cycle hangs or crashes the forked child that collects it.
+    os.register_at_fork(after_in_child=gc.freeze)
     connection.send("ready")
     while True:
         try:
@@ -221,11 +226,6 @@ def _join(rank: int, world_size: int, meeting_point: str, timeout_s: float) -> N
 def _call(payload: bytes) -> Any:
     import torch.distributed as dist
 
-    # A destroyed group in a cycle hangs a child that collects it. Calls that failed leave such cycles, with tracebacks,
-    # which are over by now; what else is from before this call, its children never collect. It stays frozen: else
-    # each collection would go through all that was ever imported, which took half the time of the tests on ranks.
-    gc.collect()
-    gc.freeze()
     try:
         function, arguments, options = pickle.loads(payload)
         with warnings.catch_warnings():
@@ -235,16 +235,21 @@ def _call(payload: bytes) -> Any:
             return function(*arguments, **options)
     finally:
         dist.destroy_process_group()
-        gc.collect()
+        gc.collect()  # groups in cycles keep their sockets and threads
 
 
-def end_of_child(work: Callable[[], object]) -> int:
-    """Fork, as a data loader with workers does, and return how it ended: 7, 1 if `work` failed, -1 if it hung."""
+def end_of_child(work: Callable[[], object]) -> int | None:
+    """Fork, as a data loader with workers does, and return how that ended.
+
+    7; 1 if `work` raised; minus the number of the signal that ended the child; None if it hung.
+    """
     child = os.fork()
     if child == 0:
         try:
             work()
             os._exit(7)
+        except BaseException:
+            traceback.print_exc()
         finally:  # a child whose work fails must not go on as a rank
             os._exit(1)
     for _ in range(1000):
@@ -254,7 +259,7 @@ def end_of_child(work: Callable[[], object]) -> int:
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return -1
+    return None
 
 
 @contextmanager

@@ -219,11 +219,10 @@ def _save_once(path: Path) -> None:
     async_save(_sharded(1), path).upload_completion.result(60)
 
 
-def _fork() -> int:
+def _fork() -> int | None:
     return end_of_child(lambda: None)
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
 def test_a_process_forked_after_groups_were_destroyed_lives(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(_save_once, tmp_path, world_size=2)
     # each call has a process group of its own: that of the first one is gone by now

@@ -68,24 +68,31 @@ def _fail_with_a_group() -> None:
     raise ValueError("on purpose", _Held(dist.new_group()))
 
 
-def _keep_a_group() -> None:
-    _kept.append(_Held(dist.new_group()))
+def _keep_a_group() -> int:
+    """Let go of the group that an earlier call kept, keep another, and return how many files are open."""
+    _kept[:] = [_Held(dist.new_group())]
+    return len(os.listdir("/proc/self/fd"))
 
 
-def _let_go_and_fork() -> int:
+def _let_go() -> None:
     _kept.clear()
+
+
+def _let_go_and_fork() -> int | None:
+    _let_go()
     return end_of_child(gc.collect)  # as any child does in time
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
-def test_what_calls_leave_does_not_hang_children_of_later_ones(tmp_path: Path) -> None:
+def test_what_calls_leave_does_not_hang_children_of_later_ones(ranks: RankPool) -> None:
     """Groups of calls that failed, and groups that a later call lets go of before it forks."""
-    pool = RankPool(2, tmp_path)
-    try:
-        with pytest.raises(RankFailure, match="on purpose"):
-            pool.run(_fail_with_a_group)
-        assert pool.run(_let_go_and_fork) == [7, 7]
-        pool.run(_keep_a_group)
-        assert pool.run(_let_go_and_fork) == [7, 7]
-    finally:
-        pool.close()
+    with pytest.raises(RankFailure, match="on purpose"):
+        ranks.run(_fail_with_a_group, world_size=2)
+    assert ranks.run(_let_go_and_fork, world_size=2) == [7, 7]
+    ranks.run(_keep_a_group, world_size=2)
+    assert ranks.run(_let_go_and_fork, world_size=2) == [7, 7]
+
+
+def test_groups_that_calls_leave_are_gone_after_the_next(ranks: RankPool) -> None:
+    counts = [ranks.run(_keep_a_group, world_size=2)[0] for _ in range(6)]
+    ranks.run(_let_go, world_size=2)
+    assert counts[5] <= counts[1], counts

@@ -210,7 +210,7 @@ def hooked(hook: Hook) -> Iterator[None]:
 class LoginFilesystem(MovingFilesystem):
     """As SMB's and SFTP's: the URL holds a login."""
 
-    protocol = "plainlogin"  # letters alone: fsspec 2024.3 finds no host in URLs of others
+    protocol = "plainlogin"  # no hyphen: fsspec 2024.3 takes such URLs for local paths
 
     def __init__(self, host: str = "", username: str = "", password: str = "", token: str = "", **options: Any) -> None:
         super().__init__(**options)
