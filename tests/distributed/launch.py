@@ -178,11 +178,10 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     import torch
-    import torch.distributed.checkpoint  # most calls import it
+    import torch.distributed.checkpoint
 
     torch.set_num_threads(1)
-    # Calls would take twice as long if each collection went through all that was imported.
-    gc.freeze()
+    gc.freeze()  # otherwise the collection after each call goes through all that torch and DCP import
     # A destroyed process group in a cycle hangs or crashes the forked child that collects it.
     os.register_at_fork(after_in_child=gc.freeze)
     connection.send("ready")
