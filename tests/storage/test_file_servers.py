@@ -471,6 +471,34 @@ def test_a_file_that_is_replaced_once_it_is_open_is_read_whole(
 
 
 @SMB
+def test_a_name_that_is_not_found_is_looked_for_again(place: Location, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samba does not find a name while it is being replaced: once in 500 looks, where that is all that happens."""
+    import smbclient
+    from smbprotocol.exceptions import SMBOSError
+    from smbprotocol.header import NtStatus
+
+    filesystem = made(place)
+    filesystem.publish(".metadata", b"here")
+
+    def not_found_at_first(name: str) -> None:
+        real, calls = getattr(smbclient, name), itertools.count()
+
+        def at_first_not(path: str, *arguments: Any, **options: Any) -> Any:
+            if next(calls) == 0:
+                raise SMBOSError(NtStatus.STATUS_OBJECT_NAME_NOT_FOUND, path)
+            return real(path, *arguments, **options)
+
+        monkeypatch.setattr(smbclient, name, at_first_not)
+
+    not_found_at_first("open_file")
+    assert filesystem.read_all(".metadata", limit_nbytes=10) == b"here"
+    not_found_at_first("stat")
+    assert filesystem.file_nbytes(".metadata") == 4
+    filesystem.remove([".metadata"])
+    assert filesystem.file_nbytes(".metadata") is None
+
+
+@SMB
 def test_a_publish_waits_for_readers(place: Location) -> None:
     """Windows replaces no file that any client has open, Samba none that is open on the same connection."""
     filesystem = made(place)

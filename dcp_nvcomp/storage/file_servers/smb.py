@@ -170,8 +170,9 @@ class SmbConnection(Connection):
         return self._look_up(path, follow_symlinks=False)
 
     def _look_up(self, path: str, *, follow_symlinks: bool) -> Entry | None:
+        look = functools.partial(smbclient.stat, self._path(path), follow_symlinks=follow_symlinks, **self._login)
         try:
-            found = smbclient.stat(self._path(path), follow_symlinks=follow_symlinks, **self._login)
+            found = _looked_for_again(look)
         except SMBException as error:
             if _errno(_status(error)) in (errno.ENOENT, errno.ENOTDIR):
                 return None
@@ -193,7 +194,7 @@ class SmbConnection(Connection):
 
     @_in_thread
     def read(self, path: str, start: int, stop: int) -> tuple[bytes, int]:
-        with self._open(path, "rb") as file:
+        with _looked_for_again(lambda: self._open(path, "rb")) as file:
             nbytes = file.fd.end_of_file
             found = memoryview(bytearray(max(0, min(stop, nbytes) - start)))
             got = 0
@@ -299,6 +300,16 @@ class SmbConnection(Connection):
     @_in_thread
     def free_nbytes(self, path: str) -> int | None:
         return int(smbclient.stat_volume(self._path(path), **self._login).caller_available_size)
+
+
+def _looked_for_again(look: Callable[[], T]) -> T:
+    """Look once more for what is not found: Samba now and then does not find a name that is being replaced."""
+    try:
+        return look()
+    except SMBException as error:
+        if _errno(_status(error)) != errno.ENOENT:
+            raise
+    return look()
 
 
 def _login_failure(error: Exception, place: ServerPlace) -> OSError:
