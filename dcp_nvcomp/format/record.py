@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from reprlib import repr as shown  # short and shallow: what is shown may be long, and nested too deep for repr
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcp_nvcomp.codecs.base import ELEMENT_TYPES, CodecChain, ElementType
 from dcp_nvcomp.codecs.transforms.derived import BASE_DTYPE
@@ -30,8 +29,7 @@ MAX_ELEMENTS = 1 << 62
 MAX_INTEGER = 1 << 62  # of any other number
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One record of a footer."""
 
     kind: str  # `tensor`, `bytes`, `torch_save` or `pack`
@@ -59,9 +57,11 @@ class Record:
 
     def in_blocks(self, grid: BlockGrid, chain: CodecChain | None = None) -> Record:
         """Return the record with its blocks; without a chain one is chosen when they are encoded."""
-        # `dataclasses.replace` would take twice as long, for thousands of tensors
-        whose = self.kind, self.fqn, self.shape, self.offsets, self.global_shape, self.element
-        return Record(*whose, self.pack, grid, chain, 0, grid.block_count, self.base, self.content_hash)
+        # `_replace` would take twice as long, for thousands of tensors
+        return Record(
+            *(self.kind, self.fqn, self.shape, self.offsets, self.global_shape, self.element, self.pack),
+            *(grid, chain, 0, grid.block_count, self.base, self.content_hash),
+        )
 
     def to_json(self, place: int | tuple[int, int]) -> dict[str, Any]:
         """Return the record as a footer describes it; `parse_record` is the inverse."""

@@ -6,7 +6,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -158,7 +158,7 @@ class DataFileWriter:
         self._base_row, self._first_row = self._first_row, len(self._columns[0])
         if pending.chain.array_to_bytes.has_base:
             assert before is not None and before.grid == record.grid, "its base is the record before"
-            record = replace(record, base=len(self._records) - 1)
+            record = record._replace(base=len(self._records) - 1)
         self._before = None if pending.is_pack else record
         number = self.add_record(record, codec)
         self._pending, self._first_item = pending, len(self._items)

@@ -91,7 +91,7 @@ def through_bytes(made: list[Record]) -> Footer:
 def what_a_reader_needs(record: Record) -> object:
     """All of it, but a chain as its JSON: levels are not stored."""
     chain = None if record.chain is None else record.chain.to_json()
-    return *(getattr(record, name) for name in record.__dataclass_fields__ if name != "chain"), chain
+    return record._replace(chain=None), chain
 
 
 @DRAWN

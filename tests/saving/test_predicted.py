@@ -20,7 +20,7 @@ from dcp_nvcomp.format import footer as module
 from dcp_nvcomp.format.block_grid import row_grid
 from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.saving.encode import choices
-from dcp_nvcomp.saving.encode.choices import device_choice
+from dcp_nvcomp.saving.encode.choices import device_chain
 from dcp_nvcomp.saving.encode.remembered import ChoiceMemory
 from tests.checkpoints import assert_loads
 from tests.codecs.rowcol_floats import floats_of
@@ -135,9 +135,8 @@ def test_a_device_gets_nothing_predicted() -> None:
     )
     remembered = ChoiceMemory()
     for _ in range(3):
-        choice = device_choice(record, tensor, remembered, Judge())
-        choice.achieved(0.8)
-        assert choice.chain == literal_exponents(element)
+        assert device_chain(record, tensor, remembered, Judge()) == literal_exponents(element)
+        remembered.achieved(record, 0.8)
 
 
 def test_what_comes_to_be_predictable_is_predicted(tmp_path: Path, judged: list[int]) -> None:

@@ -6,7 +6,7 @@ their numbers only: planes, or predicted ones. Of anything else slices are coded
 rows and columns predict floats shows neither in a look nor in a size, and Adam's second moment comes to be predictable
 only as it averages more steps: so one of each such tensor is judged again in every 16th save.
 
-For a tensor on a device, `device_choice` chooses when it is fed: a look costs a copy to the host, which waits for the
+For a tensor on a device, `device_chain` chooses when it is fed: a look costs a copy to the host, which waits for the
 device. So what an earlier save chose for dense floats is used without one, but in every 16th save (mantissas that are
 rounded don't change the size), and forgotten if its size surprises. Nothing is predicted there, as no kernel does that,
 so devices and the host remember apart.
@@ -129,23 +129,21 @@ class AutoChoice(ChainChoice):
         return bench.judge.judge(element, _slices(place, element, bench.scratch, columns), columns)
 
 
-class _KeptChain(ChainChoice):
+class KeptChain(ChainChoice):
     """A chain that the next save recalls, as long as its records come to the same size."""
 
     def __init__(self, chain: CodecChain, record: Record, remembered: ChoiceMemory) -> None:
-        super().__init__(chain)
-        self._record = record
-        self._remembered = remembered
+        self._chain, self._record, self._remembered = chain, record, remembered
 
     def achieved(self, ratio: float) -> None:
         self._remembered.achieved(self._record, ratio)
 
 
-def device_choice(record: Record, tensor: torch.Tensor, remembered: ChoiceMemory, judge: Judge) -> ChainChoice:
+def device_chain(record: Record, tensor: torch.Tensor, remembered: ChoiceMemory, judge: Judge) -> CodecChain:
     """Return what `auto` chooses for a tensor on a device, without lazy bits."""
-    element, nbytes = record.element, tensor.numel() * tensor.element_size()
+    element, nbytes = record.element, tensor.nbytes
     if nbytes < TINY_NBYTES:
-        return ChainChoice(STORED)
+        return STORED
     chain = remembered.trust_unseen(record)
     if chain is None:
         look = judge.look(element, _device_sample(tensor))
@@ -156,7 +154,7 @@ def device_choice(record: Record, tensor: torch.Tensor, remembered: ChoiceMemory
             sample = None if is_alike else spread_sample(tensor, sample_nbytes(nbytes))
             chain = literal_exponents(element) if sample is None else Auto().choose(element, sample, nbytes)
             remembered.keep(record, look, chain)
-    return _KeptChain(chain, record, remembered)
+    return chain
 
 
 def _device_sample(tensor: torch.Tensor) -> U8:
@@ -247,6 +245,7 @@ def _repeats(place: _Place, element: ElementType, scratch: ScratchArrays) -> boo
 
 class CodecPolicy:
     def __init__(self, chooser: CodecChooser) -> None:
+        self.is_auto = isinstance(chooser, Auto)
         self._chooser = chooser
         self._auto = Auto()
         self._checked: set[tuple[str, str]] = set()
@@ -260,10 +259,6 @@ class CodecPolicy:
         if on_cuda:
             return stamped_chain(chain)
         return self._auto.choose(element, sample, nbytes) if chain.needs_gpu else chain
-
-    @property
-    def is_auto(self) -> bool:
-        return isinstance(self._chooser, Auto)
 
     def tensor_chain(self, element: ElementType, tensor: torch.Tensor, *, on_cuda: bool) -> CodecChain:
         nbytes = tensor.numel() * tensor.element_size()

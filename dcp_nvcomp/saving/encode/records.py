@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -36,14 +36,14 @@ from dcp_nvcomp.format.record import KIND_BYTES, KIND_PACK, KIND_TENSOR, KIND_TO
 from dcp_nvcomp.saving.encode.choices import (
     AutoChoice,
     CodecPolicy,
-    device_choice,
+    KeptChain,
+    device_chain,
     is_derived,
     spread_sample,
 )
 from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, RememberedChoices
 from dcp_nvcomp.saving.encode.sources import (
     AcceleratorSource,
-    ChainChoice,
     CudaPackSource,
     CudaSource,
     DerivedSource,
@@ -108,10 +108,11 @@ class RecordMaker:
         self, index: MetadataIndex, region: _Region, element: ElementType, tensor: torch.Tensor, base: _Base | None
     ) -> list[Ready]:
         on_cuda = self._engine.on_cuda(tensor.device)
-        on_host = tensor.device.type == "cpu" and not on_cuda
+        on_host = not on_cuda and tensor.device.type == "cpu"
         nbytes = math.prod(region.shape) * element.nbytes
         is_small = 0 < nbytes < self._packed_nbytes
-        record = Record(KIND_TENSOR, index.fqn, *region, element, content_hash=self._hashes.get(index, ""))
+        content_hash = self._hashes.get(index, "") if self._hashes else ""
+        record = Record(KIND_TENSOR, index.fqn, *region, element, content_hash=content_hash)
         if on_host and self._policy.is_auto and not is_small:
             return [self._in_host_memory(index, record, host_values(tensor), base)]
         if is_small:
@@ -119,11 +120,14 @@ class RecordMaker:
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
         tensor = without_lazy_bits(tensor)
         if self._policy.is_auto and nbytes:
-            choice = device_choice(record, tensor, self._remembered.device, self._judge)
+            remembered = self._remembered.device
+            chain = device_chain(record, tensor, remembered, self._judge)
         else:
-            choice = ChainChoice(self._policy.tensor_chain(element, tensor, on_cuda=on_cuda))
-        on_cuda = on_cuda and self._engine.serves(tensor.device, choice.chain, ENCODE)
-        return [_ready(index, record, element.name, choice, _source(tensor, on_cuda=on_cuda))]
+            remembered, chain = None, self._policy.tensor_chain(element, tensor, on_cuda=on_cuda)
+        source = _source(tensor, on_cuda=on_cuda and self._engine.serves(tensor.device, chain, ENCODE))
+        record = _in_blocks(record, chain, source)
+        choice = None if remembered is None else KeptChain(chain, record, remembered)
+        return [(PendingRecord(record, element.name, (Member(index, record, nbytes),), choice), source)]
 
     def _in_host_memory(self, index: MetadataIndex, record: Record, array: HostArray, base: _Base | None) -> Ready:
         """Return a record for which `auto` chooses, or that is derived from the one before."""
@@ -167,14 +171,10 @@ def _source(tensor: torch.Tensor, *, on_cuda: bool) -> Source:
     return HostSource(host_array(tensor)) if tensor.device.type == "cpu" else AcceleratorSource(tensor)
 
 
-def _ready(index: MetadataIndex, record: Record, dtype: str, choice: ChainChoice, source: Source) -> Ready:
-    chain = choice.chain
-    if isinstance(source, HostSource) and chain.block_nbytes == BLOCK_NBYTES:
-        grid = box_grid(record.shape, record.element.nbytes)
-    else:  # copied block by block, on a device: runs of memory
-        grid = row_grid(record.shape, record.element.nbytes, chain.block_nbytes)
-    record = record.in_blocks(grid, chain)
-    return PendingRecord(record, dtype, (Member(index, record, record.uncompressed_nbytes),), choice), source
+def _in_blocks(record: Record, chain: CodecChain, source: Source) -> Record:
+    if source.has_boxes and chain.block_nbytes == BLOCK_NBYTES:
+        return record.in_blocks(box_grid(record.shape, record.element.nbytes), chain)
+    return record.in_blocks(row_grid(record.shape, record.element.nbytes, chain.block_nbytes), chain)
 
 
 def _ready_later(
@@ -191,13 +191,13 @@ def _planned_region(item: WriteItem, tensor: torch.Tensor) -> _Region:
     """Return where a shard lies; check that its shape is the planned one."""
     planned = item.tensor_data
     assert planned is not None
-    shape, sizes = tuple(tensor.shape), tuple(planned.chunk.sizes)
-    if shape != sizes:
+    shape, box = tuple(tensor.shape), planned.chunk
+    if shape != tuple(box.sizes):
         raise ShapeMismatchError(
-            f"The planner planned a shard of shape {list(sizes)} but resolved it to one of {list(shape)}.",
+            f"The planner planned a shard of shape {list(box.sizes)} but resolved it to one of {list(shape)}.",
             fqn=item.index.fqn,
         )
-    return _Region(shape, tuple(planned.chunk.offsets), tuple(planned.size))
+    return _Region(shape, tuple(box.offsets), tuple(planned.size))
 
 
 def saved_payload(tensor: torch.Tensor) -> U8:
@@ -294,7 +294,7 @@ class Packer:
         record = _pack_record(pack, None)
         assert record.grid is not None
         # packs have no name, but those of one save to the next hold the same shards
-        named = replace(record, fqn=f"{KIND_PACK} {pack.members[0].record.fqn}")
+        named = record._replace(fqn=f"{KIND_PACK} {pack.members[0].record.fqn}")
         choice = AutoChoice(named, array, record.grid, self._remembered.host)
         return PendingRecord(record, pack.dtype, tuple(pack.members), choice), HostSource(array)
 

@@ -34,12 +34,13 @@ class _Kept:
 
     look: Look
     chain: CodecChain
-    kin: _Kin | None
+    kin: _Kin | None  # None if the look or the chain is not that of dense floats
     achieved: float | None = None
     uses: int = 0  # in later saves: without a look on a device, without a judgement on the host
 
-    def is_trusted(self, element: ElementType) -> bool:
-        return self.achieved is not None and self.look.is_dense and _is_of_dense(self.chain, element)
+    @property
+    def is_trusted(self) -> bool:
+        return self.achieved is not None and self.kin is not None
 
     def expects(self, ratio: float) -> bool:
         return self.achieved is not None and abs(ratio - self.achieved) <= _DRIFT * self.achieved
@@ -60,12 +61,12 @@ class ChoiceMemory:
     def trust(self, record: Record) -> CodecChain | None:
         """Return what an earlier save chose for a shard of dense floats, to be used if `expects` then agrees."""
         kept = self._kept.get(_key(record))
-        return kept.chain if kept is not None and kept.is_trusted(record.element) else None
+        return kept.chain if kept is not None and kept.is_trusted else None
 
     def trust_unseen(self, record: Record) -> CodecChain | None:
         """`trust` it, if it was looked at in one of the last saves."""
         kept = self._kept.get(_key(record))
-        if kept is None or not kept.is_trusted(record.element):
+        if kept is None or not kept.is_trusted:
             return None
         kept.uses = (kept.uses + 1) % _LOOK_EVERY
         return kept.chain if kept.uses else None

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,14 +64,15 @@ class ChainChoice:
 
 
 class Source(ABC):
+    has_boxes: ClassVar[bool] = False  # whether blocks may be boxes: they are runs of memory where they are copied
+
     @property
     @abstractmethod
     def cuda_device(self) -> torch.device | None:
         """Device of the CUDA engine that encodes them; None for the CPU engine."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     source: Source
     choice: ChainChoice
     boxes: Sequence[Box]
@@ -128,6 +129,8 @@ class _HostEncoded(Source):
 
 @dataclass(frozen=True)
 class HostSource(_HostEncoded):
+    has_boxes = True
+
     array: HostArray
 
     def strips(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[RowStrip]:
@@ -163,11 +166,11 @@ def _one_row(block: U8) -> RowStrip:
     return RowStrip(block[np.newaxis], (block.size,))
 
 
-def _ready_event(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
+def _ready_event(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    if not tensor.is_cuda:
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
+    event.record(torch.cuda.current_stream(tensor.device))
     return event
 
 
@@ -185,7 +188,7 @@ class AcceleratorSource(_HostEncoded):
     ready: torch.cuda.Event | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ready", _ready_event(self.tensor.device))
+        object.__setattr__(self, "ready", _ready_event(self.tensor))
 
     def strips(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[RowStrip]:
         for box in boxes:
@@ -195,7 +198,6 @@ class AcceleratorSource(_HostEncoded):
             yield _one_row(block)
 
 
-@dataclass(frozen=True)
 class _CudaEncoded(Source):
     """Elements on a CUDA device, encoded there, many blocks at once.
 
@@ -203,11 +205,9 @@ class _CudaEncoded(Source):
     for no later work.
     """
 
-    tensors: Sequence[torch.Tensor]
-    ready: torch.cuda.Event | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ready", _ready_event(self.cuda_device))
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.ready = _ready_event(tensors[0])
 
     @property
     def cuda_device(self) -> torch.device:
@@ -261,8 +261,7 @@ class Member(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class PendingRecord:
+class PendingRecord(NamedTuple):
     """A record with blocks, ready to be encoded. Its elements are in a `Source`, which may be dropped earlier."""
 
     record: Record  # without `first_block`, and its codec chain if that is still to be chosen

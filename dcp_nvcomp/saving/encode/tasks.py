@@ -63,35 +63,38 @@ class Tasks:
     def __init__(self, memory_for: Callable[[Source], TaskMemory]) -> None:
         self._memory_for = memory_for
         self._task = Task()
+        self._device: torch.device | None = None  # of its parts
         self._memory: TaskMemory | None = None
         self._room_nbytes = 0
 
     def add(self, record: PendingRecord, source: Source) -> Iterator[Task]:
-        grid, choice, element_nbytes = record.grid, record.choice, record.record.element.nbytes
+        grid, choice, device = record.grid, record.choice, source.cuda_device
+        chain, element_nbytes = record.record.chain, record.record.element.nbytes
+        most_nbytes = most_encoded_nbytes if chain is None else chain.max_encoded_nbytes
         # a record without elements has nothing to encode, but begins all the same, and in its turn
         if grid.block_count:
-            yield from self._change_to(source)
+            if self._task.parts and device != self._device:
+                yield from self.flush()
+            if not self._task.parts:
+                self._begin(source)
         begins, boxes = True, list[Box]()
         for number in range(grid.block_count):
             box = grid.box(number)
-            needs = _most_encoded_nbytes(record, box.elements * element_nbytes)
+            needs = most_nbytes(box.elements * element_nbytes)
             if needs > self._room_nbytes and (boxes or self._task.parts):
                 if boxes:
                     self._append(record, source, choice, boxes, begins)
                     begins, boxes = False, []
                 yield from self.flush()
-                yield from self._change_to(source)
+                self._begin(source)
             boxes.append(box)
             self._room_nbytes -= needs
         self._append(record, source, choice, boxes, begins)
 
-    def _change_to(self, source: Source) -> Iterator[Task]:
-        """Continue with a task that can take blocks of this source."""
-        if self._task.parts and self._task.cuda_device != source.cuda_device:
-            yield from self.flush()
-        if not self._task.parts:
-            self._memory = self._memory_for(source)
-            self._room_nbytes = self._memory.room_nbytes
+    def _begin(self, source: Source) -> None:
+        """Find the memory for a task that has no blocks yet."""
+        self._device, self._memory = source.cuda_device, self._memory_for(source)
+        self._room_nbytes = self._memory.room_nbytes
 
     def _append(
         self, record: PendingRecord, source: Source, choice: ChainChoice, boxes: list[Box], begins: bool
@@ -108,13 +111,6 @@ class Tasks:
             task.memory = self._memory
         if task.records:
             yield task
-
-
-def _most_encoded_nbytes(record: PendingRecord, nbytes: int) -> int:
-    """Return an upper bound of the encoded size of one block of a record, `nbytes` long."""
-    if record.record.chain is not None:
-        return record.choice.chain.max_encoded_nbytes(nbytes)
-    return most_encoded_nbytes(nbytes)
 
 
 HOST_ROOM_NBYTES = (1 << 20) + (64 << 10)  # a block of 1 MiB and the padding of its slices
