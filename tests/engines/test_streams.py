@@ -92,7 +92,7 @@ def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, current: Callable[[], Stream |
         copied.append(current())
         return host_copy(tensor)
 
-    monkeypatch.setattr(sources, "_ready_event", lambda device: "queued")
+    monkeypatch.setattr(sources, "_ready_event", lambda tensor: "queued")
     for module in (sources, fallback):
         monkeypatch.setattr(module, "host_copy", copy)
     return copied
