@@ -64,7 +64,7 @@ class ChainChoice:
 
 
 class Source(ABC):
-    has_boxes: ClassVar[bool] = False  # whether blocks may be boxes: they are runs of memory where they are copied
+    has_boxes: ClassVar[bool] = False  # whether blocks may be boxes; what a device or a copy yields is runs of memory
 
     @property
     @abstractmethod
