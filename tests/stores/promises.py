@@ -138,7 +138,7 @@ PROMISES: Final = (
             "azure": "If-None-Match",
             "gcs": "ifGenerationMatch=0",
             "sftp": "rename that refuses",
-            "smb": "rename that refuses",
+            "smb": "link",
             "ftp": Cell("looked up before", f"{_STORES}test_scenarios.py::test_without_overwriting[ftp]"),
         },
     ),
