@@ -44,7 +44,7 @@ help:
 	@echo "make fuzz       50,000 executions of the fuzzer"
 	@echo "make soak       saves, loads and jobs that are killed, and what operators do, MINUTES=1 each"
 	@echo "make test-gpu   the tests that need a GPU; on a machine without a network see CONTRIBUTING.md"
-	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, stores, predictions, codecs, rowcol, masters, incremental, torch_checkpointing, gpu or slices"
+	@echo "make bench      a benchmark: SUITE=ratio, cpu, overlap, asynchronous, runs, plans, reshard, scale, tensors, limits, s3, stores, predictions, codecs, loads, rowcol, masters, incremental, torch_checkpointing, gpu or slices"
 	@echo "make docs       the documentation as a site in build/site, which a browser opens from the disk"
 	@echo "make wheel      an sdist, and a manylinux wheel for PYTHON, checked and tried in an empty environment, in build/dist"
 	@echo "make lint       ruff, mypy, codespell"

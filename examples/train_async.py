@@ -1,4 +1,4 @@
-"""Train with FSDP2 and save in the background: training waits until the state is encoded, not until it is written.
+"""Train with FSDP2 and save in the background: training waits for copies or encoding, not for writing.
 
     torchrun --nproc-per-node 2 examples/train_async.py --checkpoints runs/async --steps 60 --save-every 20
 

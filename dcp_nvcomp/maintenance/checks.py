@@ -88,7 +88,7 @@ class Verification(Shown):
 
     Attributes:
         path: the checkpoint.
-        layout: `dcp_nvcomp`, or `stock` for one that stock DCP wrote, which has no checksums of its own.
+        layout: `dcp_nvcomp`, `one file`, or `stock` for one that stock DCP wrote, which has no checksums of its own.
         save_id: id of the save, where there is one.
         full: whether blocks were decoded too.
         files: how many data files it has.

@@ -90,8 +90,7 @@ def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, A
         What was copied.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
-        ConfigurationError: an option is unknown.
+        ConfigurationError: an option is unknown, or there is no `.metadata`.
         CorruptDataError: what it shares is damaged; nothing has changed.
         CheckpointReplacedError: a save has replaced it since, or a run is removing it.
         StorageError: the storage fails, or what it shares is gone; nothing has changed.

@@ -98,7 +98,7 @@ class ReplicasDiffer:
 
 @dataclass(frozen=True)
 class StepSkipped:
-    """A step was not saved, or not in the fast tier.
+    """A step was not saved, or not in one of its tiers.
 
     Attributes:
         step: the step.
@@ -180,7 +180,7 @@ class RunReport:
         saves: the last saves, at most a hundred.
         saved: how many steps were saved.
         failed: how many could not be.
-        skipped: how many were skipped, or did not fit the fast tier.
+        skipped: how many were skipped, or left out of a tier.
         delayed_seconds: how long saves waited for earlier ones on their way to the durable tier.
         removed: how many steps were removed, by tier.
         stall_seconds: how long all saves together kept training waiting.

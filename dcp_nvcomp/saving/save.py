@@ -233,6 +233,7 @@ def async_save(
 
     Raises:
         ConfigurationError: the arguments contradict each other; nothing was saved.
+        CheckpointError: the values of a `Stateful` can't be had; nothing was saved.
         EarlierSaveError: an earlier save failed, on any rank, and its future was not looked at; raised on all ranks,
             and nothing was saved. With `wait="nothing"` it is in the futures.
         RanksDifferError: not all ranks make this save: one did not come within the time limit of the process group, or
