@@ -101,7 +101,7 @@ def _write_case(scratch: Path, rate: float, nbytes: int) -> Case:
     piece = bytes(_PIECE_NBYTES)
 
     def write() -> None:
-        with LimitedFileSystem(rate, discard=True).open(f"{scratch}/plain", "wb") as file:
+        with LimitedFileSystem(rate, discard=True).open(f"{scratch}/plain.distcp", "wb") as file:
             for start in range(0, nbytes, len(piece)):
                 file.write(piece[: nbytes - start])
 
