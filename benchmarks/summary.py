@@ -101,6 +101,13 @@ FINDINGS = (
         _ASYNC,
     ),
     Finding(
+        "the same beside torch_checkpointing, no core to spare",
+        "asynchronous",
+        "2 ranks: lost over torch_checkpointing's",
+        _OF,
+        _ASYNC,
+    ),
+    Finding(
         "when a checkpoint is complete, no core to spare, beside stock DCP's soonest",
         "asynchronous",
         "2 ranks: stock's soonest publication over ours",
