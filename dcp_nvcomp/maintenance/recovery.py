@@ -81,7 +81,7 @@ class Recovery(Shown):
         path: the checkpoint.
         outcome: `recovered`: `.metadata` was published again. `intact`: it is good; if its copy was lost or
             differed, that was written again, or `reason` says why not. `ambiguous`: a save must be named, and nothing
-            was done. `impossible`: there is none that could be brought back.
+            was done. `impossible`: no save is complete enough to be published again.
         save_id: the save that `.metadata` is of now; None if there is none, or stock DCP's.
         reason: what was wrong with `.metadata`, and, if nothing was done, why.
         candidates: the saves that were looked at, the latest first.
