@@ -28,7 +28,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     judge, choose, now = Judge.judge, AutoChoice._found, [""]
 
     def choosing(self: AutoChoice, place: object, bench: Workbench) -> object:
-        now[0] = self._record.fqn
+        now[0] = self._key[0]
         return choose(self, place, bench)  # type: ignore[arg-type]
 
     def judging(self: Judge, *args: object) -> object:

@@ -17,8 +17,6 @@ from dcp_nvcomp.codecs.base import ELEMENT_TYPES
 from dcp_nvcomp.codecs.choose import Judge, columns_of, literal_exponents, predicted_exponents
 from dcp_nvcomp.errors import UnsupportedVersionError
 from dcp_nvcomp.format import footer as module
-from dcp_nvcomp.format.block_grid import row_grid
-from dcp_nvcomp.format.record import KIND_TENSOR, Record
 from dcp_nvcomp.saving.encode import choices
 from dcp_nvcomp.saving.encode.choices import device_chain
 from dcp_nvcomp.saving.encode.remembered import ChoiceMemory
@@ -129,14 +127,10 @@ def test_a_device_gets_nothing_predicted() -> None:
     """There is no kernel for it, also for what a copy on the host would have got."""
     element, tensor = ELEMENT_TYPES["float32"], moments(300, 512)
     assert Judge().look(element, choices._device_sample(tensor)).is_dense
-    grid = row_grid((300, 512), 4)
-    record = Record(
-        KIND_TENSOR, "layers.0.v", (300, 512), (0, 0), (300, 512), element, grid=grid, block_count=grid.block_count
-    )
-    remembered = ChoiceMemory()
+    key, remembered = ("layers.0.v", "float32", (300, 512), (0, 0)), ChoiceMemory()
     for _ in range(3):
-        assert device_chain(record, tensor, remembered, Judge()) == literal_exponents(element)
-        remembered.achieved(record, 0.8)
+        assert device_chain(key, element, tensor, remembered, Judge()) == literal_exponents(element)
+        remembered.achieved(key, 0.8)
 
 
 def test_what_comes_to_be_predictable_is_predicted(tmp_path: Path, judged: list[int]) -> None:

@@ -42,7 +42,7 @@ from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array, host_copy
 from dcp_nvcomp.format.block_grid import BlockGrid
 from dcp_nvcomp.format.record import Record
-from dcp_nvcomp.saving.encode.remembered import ChoiceMemory
+from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, ShardKey, shard_key
 from dcp_nvcomp.saving.encode.sources import ChainChoice, Workbench, block_bytes
 
 U8 = npt.NDArray[np.uint8]
@@ -68,7 +68,7 @@ class AutoChoice(ChainChoice):
         self, record: Record, array: HostArray, grid: BlockGrid, remembered: ChoiceMemory | None = None
     ) -> None:
         super().__init__(None if array.nbytes >= TINY_NBYTES else STORED)
-        self._record = record
+        self._key, self._element = shard_key(record), record.element
         self._place: _Place | None = _Place(array, grid)
         self._remembered = remembered
         self._lock = threading.Lock()
@@ -88,72 +88,74 @@ class AutoChoice(ChainChoice):
         if self._is_trusted:
             assert self._place is not None and self._remembered is not None
             # a glance only now: the tensor has just come into the cache, and each place would have to be waited for
-            is_as_before = self._remembered.expects(self._record, ratio)
-            if not is_as_before or not _seems_random(self._place.array, self._record.element):
+            is_as_before = self._remembered.expects(self._key, ratio)
+            if not is_as_before or not _seems_random(self._place.array, self._element):
                 self._chain = self._chosen(self._place, self._remembered, bench)
             self._is_trusted, self._place = False, None
         return self.chain
 
     def achieved(self, ratio: float) -> None:
         if self._remembered is not None:
-            self._remembered.achieved(self._record, ratio)
+            self._remembered.achieved(self._key, ratio)
 
     def _found(self, place: _Place, bench: Workbench) -> CodecChain:
         remembered = self._remembered
         if remembered is None:
             return self._judged(place, bench)
-        if predicted_exponents(self._record.element, columns_of(place.grid.block_shape)) is not None:
-            remembered.age(self._record)
+        if predicted_exponents(self._element, columns_of(place.grid.block_shape)) is not None:
+            remembered.age(self._key)
         may_trust = place.grid.block_count == 1 and place.array.flags.c_contiguous
-        trusted = remembered.trust(self._record) if may_trust else None
+        trusted = remembered.trust(self._key) if may_trust else None
         if trusted is None:
             return self._chosen(place, remembered, bench)
         self._is_trusted = True
         return trusted
 
     def _chosen(self, place: _Place, remembered: ChoiceMemory, bench: Workbench) -> CodecChain:
-        element = self._record.element
+        element = self._element
         look = bench.judge.look(element, _sample(place, element, bench.scratch))
-        chain = remembered.recall(self._record, look)
+        chain = remembered.recall(self._key, look)
         if chain is not None:
             return chain
-        remembered.forget(self._record)
-        kin = remembered.of_dense_kin(self._record) if look.is_dense else None
+        remembered.forget(self._key)
+        kin = remembered.of_dense_kin(self._key) if look.is_dense else None
         is_alike = kin is not None and not _repeats(place, element, bench.scratch)
         chain = kin if is_alike and kin is not None else self._judged(place, bench)
-        remembered.keep(self._record, look, chain)
+        remembered.keep(self._key, look, chain)
         return chain
 
     def _judged(self, place: _Place, bench: Workbench) -> CodecChain:
-        element, columns = self._record.element, columns_of(place.grid.block_shape)
+        element, columns = self._element, columns_of(place.grid.block_shape)
         return bench.judge.judge(element, _slices(place, element, bench.scratch, columns), columns)
 
 
 class KeptChain(ChainChoice):
     """A chain that the next save recalls, as long as its records come to the same size."""
 
-    def __init__(self, chain: CodecChain, record: Record, remembered: ChoiceMemory) -> None:
-        self._chain, self._record, self._remembered = chain, record, remembered
+    def __init__(self, chain: CodecChain, key: ShardKey, remembered: ChoiceMemory) -> None:
+        self._chain, self._key, self._remembered = chain, key, remembered
 
     def achieved(self, ratio: float) -> None:
-        self._remembered.achieved(self._record, ratio)
+        self._remembered.achieved(self._key, ratio)
 
 
-def device_chain(record: Record, tensor: torch.Tensor, remembered: ChoiceMemory, judge: Judge) -> CodecChain:
+def device_chain(
+    key: ShardKey, element: ElementType, tensor: torch.Tensor, remembered: ChoiceMemory, judge: Judge
+) -> CodecChain:
     """Return what `auto` chooses for a tensor on a device, without lazy bits."""
-    element, nbytes = record.element, tensor.nbytes
+    nbytes = tensor.nbytes
     if nbytes < TINY_NBYTES:
         return STORED
-    chain = remembered.trust_unseen(record)
+    chain = remembered.trust_unseen(key)
     if chain is None:
         look = judge.look(element, _device_sample(tensor))
-        chain = remembered.recall(record, look)
+        chain = remembered.recall(key, look)
         if chain is None:
-            remembered.forget(record)
-            is_alike = look.is_dense and remembered.of_dense_kin(record) is not None
+            remembered.forget(key)
+            is_alike = look.is_dense and remembered.of_dense_kin(key) is not None
             sample = None if is_alike else spread_sample(tensor, sample_nbytes(nbytes))
             chain = literal_exponents(element) if sample is None else Auto().choose(element, sample, nbytes)
-            remembered.keep(record, look, chain)
+            remembered.keep(key, look, chain)
     return chain
 
 

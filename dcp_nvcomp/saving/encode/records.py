@@ -107,26 +107,31 @@ class RecordMaker:
     def _add_tensor(
         self, index: MetadataIndex, region: _Region, element: ElementType, tensor: torch.Tensor, base: _Base | None
     ) -> list[Ready]:
-        on_cuda = self._engine.on_cuda(tensor.device)
-        on_host = not on_cuda and tensor.device.type == "cpu"
+        device = tensor.device
+        on_cuda = self._engine.on_cuda(device)
+        on_host = not on_cuda and device.type == "cpu"
         nbytes = math.prod(region.shape) * element.nbytes
         is_small = 0 < nbytes < self._packed_nbytes
         content_hash = self._hashes.get(index, "") if self._hashes else ""
-        record = Record(KIND_TENSOR, index.fqn, *region, element, content_hash=content_hash)
-        if on_host and self._policy.is_auto and not is_small:
-            return [self._in_host_memory(index, record, host_values(tensor), base)]
-        if is_small:
+        if is_small or (on_host and self._policy.is_auto):
+            record = Record(KIND_TENSOR, index.fqn, *region, element, content_hash=content_hash)
+            if not is_small:
+                return [self._in_host_memory(index, record, host_values(tensor), base)]
             data = tensor if on_host else without_lazy_bits(tensor)
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
-        tensor = without_lazy_bits(tensor)
+        tensor, choice = without_lazy_bits(tensor), None
         if self._policy.is_auto and nbytes:
-            remembered = self._remembered.device
-            chain = device_chain(record, tensor, remembered, self._judge)
+            key, remembered = (index.fqn, element.name, region.shape, region.offsets), self._remembered.device
+            chain = device_chain(key, element, tensor, remembered, self._judge)
+            choice = KeptChain(chain, key, remembered)
         else:
-            remembered, chain = None, self._policy.tensor_chain(element, tensor, on_cuda=on_cuda)
-        source = _source(tensor, on_cuda=on_cuda and self._engine.serves(tensor.device, chain, ENCODE))
-        record = _in_blocks(record, chain, source)
-        choice = None if remembered is None else KeptChain(chain, record, remembered)
+            chain = self._policy.tensor_chain(element, tensor, on_cuda=on_cuda)
+        source = _source(tensor, on_cuda=on_cuda and self._engine.serves(device, chain, ENCODE))
+        grid = _grid(region.shape, element, chain, source)
+        # at once with its blocks: to make a record takes half a microsecond, and there may be thousands of tensors
+        record = Record(
+            *(KIND_TENSOR, index.fqn, *region, element, None, grid, chain, 0, grid.block_count, None, content_hash)
+        )
         return [(PendingRecord(record, element.name, (Member(index, record, nbytes),), choice), source)]
 
     def _in_host_memory(self, index: MetadataIndex, record: Record, array: HostArray, base: _Base | None) -> Ready:
@@ -171,10 +176,10 @@ def _source(tensor: torch.Tensor, *, on_cuda: bool) -> Source:
     return HostSource(host_array(tensor)) if tensor.device.type == "cpu" else AcceleratorSource(tensor)
 
 
-def _in_blocks(record: Record, chain: CodecChain, source: Source) -> Record:
+def _grid(shape: tuple[int, ...], element: ElementType, chain: CodecChain, source: Source) -> BlockGrid:
     if source.has_boxes and chain.block_nbytes == BLOCK_NBYTES:
-        return record.in_blocks(box_grid(record.shape, record.element.nbytes), chain)
-    return record.in_blocks(row_grid(record.shape, record.element.nbytes, chain.block_nbytes), chain)
+        return box_grid(shape, element.nbytes)
+    return row_grid(shape, element.nbytes, chain.block_nbytes)
 
 
 def _ready_later(

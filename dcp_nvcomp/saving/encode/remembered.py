@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from dcp_nvcomp.codecs.base import CodecChain, ElementType
+from dcp_nvcomp.codecs.base import ELEMENT_TYPES, CodecChain
 from dcp_nvcomp.codecs.choose import Look, is_predicted, literal_exponents
 from dcp_nvcomp.format.record import Record
 
@@ -18,7 +18,12 @@ _MOST_REMEMBERED = 1 << 17
 _LOOK_EVERY = 16
 _DIGITS = re.compile(r"\d+")
 
-_Key = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+# What a choice is for: a shard's fqn, dtype, shape and offsets. No named tuple, which takes twice as long to make.
+ShardKey = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+
+
+def shard_key(record: Record) -> ShardKey:
+    return record.fqn, record.element.name, record.shape, record.offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,71 +55,71 @@ class ChoiceMemory:
     """The choices of earlier saves. Any thread may use it: each step is one operation on a dict."""
 
     def __init__(self) -> None:
-        self._kept: dict[_Key, _Kept] = {}
+        self._kept: dict[ShardKey, _Kept] = {}
         self._dense: dict[tuple[str, str, tuple[int, ...]], _Kin] = {}
 
-    def recall(self, record: Record, look: Look) -> CodecChain | None:
+    def recall(self, key: ShardKey, look: Look) -> CodecChain | None:
         """Return what an earlier save chose for this shard, if it still looks the same."""
-        kept = self._kept.get(_key(record))
+        kept = self._kept.get(key)
         return kept.chain if kept is not None and kept.look.resembles(look) else None
 
-    def trust(self, record: Record) -> CodecChain | None:
+    def trust(self, key: ShardKey) -> CodecChain | None:
         """Return what an earlier save chose for a shard of dense floats, to be used if `expects` then agrees."""
-        kept = self._kept.get(_key(record))
+        kept = self._kept.get(key)
         return kept.chain if kept is not None and kept.is_trusted else None
 
-    def trust_unseen(self, record: Record) -> CodecChain | None:
+    def trust_unseen(self, key: ShardKey) -> CodecChain | None:
         """`trust` it, if it was looked at in one of the last saves."""
-        kept = self._kept.get(_key(record))
+        kept = self._kept.get(key)
         if kept is None or not kept.is_trusted:
             return None
         kept.uses = (kept.uses + 1) % _LOOK_EVERY
         return kept.chain if kept.uses else None
 
-    def age(self, record: Record) -> None:
+    def age(self, key: ShardKey) -> None:
         """Forget a choice for dense floats that has served `_LOOK_EVERY` saves."""
-        kept = self._kept.get(_key(record))
+        kept = self._kept.get(key)
         if kept is not None and kept.kin is not None:
             kept.uses += 1
             if kept.uses >= _LOOK_EVERY:
-                self.forget(record)
+                self.forget(key)
 
-    def expects(self, record: Record, ratio: float) -> bool:
+    def expects(self, key: ShardKey, ratio: float) -> bool:
         """Return True if a trusted choice led to about the same ratio as before."""
-        kept = self._kept.get(_key(record))
+        kept = self._kept.get(key)
         return kept is not None and kept.expects(ratio)
 
-    def of_dense_kin(self, record: Record) -> CodecChain | None:
+    def of_dense_kin(self, key: ShardKey) -> CodecChain | None:
         """Return the chain of a tensor of the same name, but for numbers, shape and dtype that was judged dense."""
-        kin = self._dense.get(_kind(record))
+        kin = self._dense.get(_kind(key))
         return kin.chain if kin is not None else None
 
-    def keep(self, record: Record, look: Look, chain: CodecChain) -> None:
+    def keep(self, key: ShardKey, look: Look, chain: CodecChain) -> None:
         if len(self._kept) >= _MOST_REMEMBERED:
             self._kept.clear()
             self._dense.clear()
         kin = None
-        if look.is_dense and _is_of_dense(chain, record.element):
-            kin = self._dense.get(_kind(record))
+        if look.is_dense and _is_of_dense(chain, key):
+            kin = self._dense.get(_kind(key))
             if kin is None or kin.chain != chain:
-                kin = self._dense[_kind(record)] = _Kin(chain)
-        self._kept[_key(record)] = _Kept(look, chain, kin)
+                kin = self._dense[_kind(key)] = _Kin(chain)
+        self._kept[key] = _Kept(look, chain, kin)
 
-    def forget(self, record: Record) -> None:
+    def forget(self, key: ShardKey) -> None:
         """Forget a choice, and the judgement that it came from: others that have that one find what is judged next."""
-        kept = self._kept.pop(_key(record), None)
-        if kept is not None and kept.kin is not None and kept.kin is self._dense.get(_kind(record)):
-            self._dense.pop(_kind(record), None)
+        kept = self._kept.pop(key, None)
+        if kept is not None and kept.kin is not None and kept.kin is self._dense.get(_kind(key)):
+            self._dense.pop(_kind(key), None)
 
-    def achieved(self, record: Record, ratio: float) -> None:
+    def achieved(self, key: ShardKey, ratio: float) -> None:
         """Take note of what a choice came to, and forget it if that has drifted."""
-        kept = self._kept.get(_key(record))
+        kept = self._kept.get(key)
         if kept is None:
             return
         if kept.achieved is None:
             kept.achieved = ratio
         elif not kept.expects(ratio):
-            self.forget(record)
+            self.forget(key)
 
 
 @dataclass(frozen=True)
@@ -125,13 +130,10 @@ class RememberedChoices:
     device: ChoiceMemory = field(default_factory=ChoiceMemory)
 
 
-def _is_of_dense(chain: CodecChain, element: ElementType) -> bool:
-    return chain == literal_exponents(element) or is_predicted(chain)
+def _is_of_dense(chain: CodecChain, key: ShardKey) -> bool:
+    return chain == literal_exponents(ELEMENT_TYPES[key[1]]) or is_predicted(chain)
 
 
-def _key(record: Record) -> _Key:
-    return record.fqn, record.element.name, record.shape, record.offsets
-
-
-def _kind(record: Record) -> tuple[str, str, tuple[int, ...]]:
-    return _DIGITS.sub("#", record.fqn), record.element.name, record.shape
+def _kind(key: ShardKey) -> tuple[str, str, tuple[int, ...]]:
+    fqn, dtype, shape, _ = key
+    return _DIGITS.sub("#", fqn), dtype, shape

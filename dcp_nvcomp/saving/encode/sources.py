@@ -63,13 +63,11 @@ class ChainChoice:
         """Take note of the record's stored over its uncompressed size."""
 
 
-class Source(ABC):
-    has_boxes: ClassVar[bool] = False  # whether blocks may be boxes; what a device or a copy yields is runs of memory
+class Source:
+    """A shard's elements, for one engine."""
 
-    @property
-    @abstractmethod
-    def cuda_device(self) -> torch.device | None:
-        """Device of the CUDA engine that encodes them; None for the CPU engine."""
+    has_boxes: ClassVar[bool] = False  # whether blocks may be boxes; what a device or a copy yields is runs of memory
+    cuda_device: torch.device | None = None  # of the CUDA engine that encodes them; None for the CPU engine
 
 
 class Part(NamedTuple):
@@ -117,11 +115,7 @@ def encode_parts(
     return blocks, position
 
 
-class _HostEncoded(Source):
-    @property
-    def cuda_device(self) -> None:
-        return None
-
+class _HostEncoded(Source, ABC):
     @abstractmethod
     def strips(self, boxes: Sequence[Box], bench: Workbench) -> Iterator[RowStrip]:
         """Yield consecutive blocks, each strip valid until the next."""
@@ -198,7 +192,7 @@ class AcceleratorSource(_HostEncoded):
             yield _one_row(block)
 
 
-class _CudaEncoded(Source):
+class _CudaEncoded(Source, ABC):
     """Elements on a CUDA device, encoded there, many blocks at once.
 
     Must be made on the caller's thread. The engine's stream waits for the work that the caller has queued by then, and
@@ -206,12 +200,8 @@ class _CudaEncoded(Source):
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tensors
+        self.tensors, self.cuda_device = tensors, tensors[0].device
         self.ready = _ready_event(tensors[0])
-
-    @property
-    def cuda_device(self) -> torch.device:
-        return self.tensors[0].device
 
     @abstractmethod
     def jobs(self, boxes: Sequence[Box], chain: CodecChain) -> list[EncodeJob]:

@@ -77,7 +77,8 @@ class Tasks:
                 yield from self.flush()
             if not self._task.parts:
                 self._begin(source)
-        begins, boxes = True, list[Box]()
+        begins = True
+        boxes: list[Box] = []
         for number in range(grid.block_count):
             box = grid.box(number)
             needs = most_nbytes(box.elements * element_nbytes)
