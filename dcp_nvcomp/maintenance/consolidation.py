@@ -28,7 +28,7 @@ from dcp_nvcomp.format.data_file import DataFileRef, encoded_run, read_footer
 from dcp_nvcomp.format.footer import FileIdentity, Footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
-from dcp_nvcomp.format.metadata.roots import Root, may_be_named, read_current
+from dcp_nvcomp.format.metadata.roots import Root, may_be_named, read_current, read_roots
 from dcp_nvcomp.format.metadata.shards import StoredAt
 from dcp_nvcomp.format.metadata.shares import is_being_removed, remove_marks
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
@@ -90,7 +90,8 @@ def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, A
         What was copied.
 
     Raises:
-        ConfigurationError: an option is unknown, or there is no `.metadata`.
+        CheckpointNotFoundError: there is no checkpoint.
+        ConfigurationError: an option is unknown, or ranks saved on their own, whose checkpoints share nothing.
         CorruptDataError: what it shares is damaged; nothing has changed.
         CheckpointReplacedError: a save has replaced it since, or a run is removing it.
         StorageError: the storage fails, or what it shares is gone; nothing has changed.
@@ -105,6 +106,7 @@ def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, A
     """
     with opened(path, storage_options) as filesystem:
         if filesystem.file_nbytes(METADATA_NAME) is None:
+            read_roots(filesystem, filesystem.list_names())  # raises if there is no checkpoint at all
             raise ConfigurationError("Only a checkpoint with `.metadata` can share files.", path=filesystem.path)
         root = read_current(filesystem)
         shared: _Places = {}

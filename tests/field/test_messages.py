@@ -119,6 +119,7 @@ READERS: list[Callable[[Any], Any]] = [
     load,
     ckpt.open_checkpoint,
     ckpt.tools.recover,
+    ckpt.tools.consolidate,
     lambda path: ckpt.tools.compare(path, path),
     lambda path: ckpt.NvcompReader(path).read_metadata(),
 ]
