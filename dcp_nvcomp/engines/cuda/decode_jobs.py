@@ -24,6 +24,7 @@ from dcp_nvcomp.engines.cuda.batches import (
     BatchLayouts,
     ChainRuns,
     Layouts,
+    lengths_of,
     padded_nbytes,
     split_width,
     starts_of,
@@ -140,7 +141,7 @@ class Columns:
     def some(self, which: I64, slice_bounds: I64) -> Columns:
         """Return some of the blocks; `slice_bounds` are those of the layout of all."""
         chains = [chain for chain, count in self.runs for _ in range(count)]
-        slices = np.repeat(np.arange(self.nbytes.size), np.diff(slice_bounds))
+        slices = np.repeat(np.arange(self.nbytes.size), lengths_of(slice_bounds))
         return Columns(
             tuple([(chains[at], 1) for at in which.tolist()]),
             self.encoded_nbytes[which],
@@ -222,15 +223,15 @@ class JobChecks:
         """
         if any(run.out.numel() != run.starts[-1] for run in runs):
             return None
-        if any(run.encoded.flags.any() and not _has_valid_flags(run) for run in runs):
-            return None
         columns = Columns.of(runs)
+        if columns.flags.any() and not all(map(_has_valid_flags, runs)):
+            return None
         widths = np.repeat([split_width(run.chain.array_to_bytes) for run in runs], [run.count for run in runs])
         if (columns.encoded_nbytes % ALIGNMENT_NBYTES).any() or (columns.nbytes % widths).any():
             return None
         layout = self._batches.get(columns.runs, columns.nbytes, columns.flags)
-        slices = np.concatenate([np.diff(run.encoded.slice_bounds) for run in runs])
-        if not np.array_equal(np.diff(layout.slice_bounds), slices):
+        slices = np.concatenate([lengths_of(run.encoded.slice_bounds) for run in runs])
+        if not np.array_equal(lengths_of(layout.slice_bounds), slices):
             return None
         pieces = layout.pieces
         stored, decoded = columns.slice_nbytes, pieces.lengths[pieces.coded]
@@ -239,7 +240,7 @@ class JobChecks:
         lengths = pieces.lengths.copy()
         lengths[pieces.coded] = stored
         ends = starts_of(padded_nbytes(lengths))[pieces.bounds]
-        return replace(columns, layout=layout) if (np.diff(ends) <= columns.encoded_nbytes).all() else None
+        return replace(columns, layout=layout) if (lengths_of(ends) <= columns.encoded_nbytes).all() else None
 
 
 def _has_valid_flags(run: DecodeRun) -> bool:

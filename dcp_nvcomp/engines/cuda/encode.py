@@ -32,6 +32,7 @@ from dcp_nvcomp.engines.cuda.batches import (
     Layouts,
     block_table,
     copy_table,
+    lengths_of,
     padded_nbytes,
     starts_of,
 )
@@ -73,7 +74,7 @@ class EncodeJob:
         """The size of each block."""
         if self.bounds is None:
             return np.array([sum(tensor.nbytes for tensor in self.tensors)])
-        return self.bounds[1:] - self.bounds[:-1]
+        return lengths_of(self.bounds)
 
     @property
     def is_run(self) -> bool:
@@ -171,7 +172,7 @@ class BatchEncoder:
             run, stored_nbytes, starts = self._gather(layout, bases, coded)
             self._device.copy_out(run, out[: run.numel()])
             bounds = starts[layout.pieces.bounds]
-            encoded_crcs = start_crcs(self._device, bounds[:-1] + run.data_ptr(), bounds[1:] - bounds[:-1])
+            encoded_crcs = start_crcs(self._device, bounds[:-1] + run.data_ptr(), lengths_of(bounds))
             slice_nbytes = stored_nbytes[layout.slices]
             wrong = self._check(layout, slice_nbytes, crcs, run, bounds[:-1], scratch)
             columns = all_flags, read_crcs(encoded_crcs), crcs, nbytes, slice_nbytes, layout.slice_bounds
