@@ -18,7 +18,7 @@ _MOST_REMEMBERED = 1 << 17
 _LOOK_EVERY = 16
 _DIGITS = re.compile(r"\d+")
 
-# What a choice is for: a shard's fqn, dtype, shape and offsets. No named tuple, which takes twice as long to make.
+# What a choice is for: a shard's fqn, dtype, shape and offsets. No named tuple, which takes longer to make.
 ShardKey = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
