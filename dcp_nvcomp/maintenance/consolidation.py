@@ -28,11 +28,17 @@ from dcp_nvcomp.format.data_file import DataFileRef, encoded_run, read_footer
 from dcp_nvcomp.format.footer import FileIdentity, Footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
 from dcp_nvcomp.format.metadata.publishable import metadata_to_publish
-from dcp_nvcomp.format.metadata.roots import Root, may_be_named, read_current, read_roots
+from dcp_nvcomp.format.metadata.roots import Root, may_be_named, nothing_there, read_current
 from dcp_nvcomp.format.metadata.shards import StoredAt
 from dcp_nvcomp.format.metadata.shares import is_being_removed, remove_marks
 from dcp_nvcomp.format.metadata.summary import SUMMARY_NBYTES, Summary, summary_at_end
-from dcp_nvcomp.format.names import METADATA_NAME, copy_name_of, data_file_name, shared_directories
+from dcp_nvcomp.format.names import (
+    METADATA_NAME,
+    copy_name_of,
+    data_file_name,
+    rank_of_metadata_name,
+    shared_directories,
+)
 from dcp_nvcomp.format.record import Record
 from dcp_nvcomp.maintenance.opening import document, opened
 from dcp_nvcomp.saving.commit import remove_files
@@ -106,8 +112,13 @@ def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, A
     """
     with opened(path, storage_options) as filesystem:
         if filesystem.file_nbytes(METADATA_NAME) is None:
-            read_roots(filesystem, filesystem.list_names())  # raises if there is no checkpoint at all
-            raise ConfigurationError("Only a checkpoint with `.metadata` can share files.", path=filesystem.path)
+            names = filesystem.list_names()
+            if not any(rank_of_metadata_name(name) is not None for name in names):
+                raise nothing_there(filesystem, names)
+            raise ConfigurationError(
+                "Ranks saved on their own here, and such a checkpoint shares nothing: there is no `.metadata`.",
+                path=filesystem.path,
+            )
         root = read_current(filesystem)
         shared: _Places = {}
         for index, stored in (root.metadata.storage_data or {}).items():

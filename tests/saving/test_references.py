@@ -33,7 +33,7 @@ from dcp_nvcomp import (
     save,
     tools,
 )
-from dcp_nvcomp.errors import CheckpointNotFoundError, CheckpointReplacedError
+from dcp_nvcomp.errors import CheckpointNotFoundError, CheckpointReplacedError, IncompleteCheckpointError
 from dcp_nvcomp.format.data_file import read_footer
 from dcp_nvcomp.format.metadata.roots import read_current
 from dcp_nvcomp.format.metadata.shares import leave_marks, needed_by_others
@@ -626,10 +626,15 @@ def test_the_summary_says_what_is_shared(tmp_path: Path) -> None:
 def test_nothing_to_make_whole(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"no `\.metadata` was found"):
         tools.consolidate(tmp_path)
-    writer = NvcompWriter(tmp_path / "of ranks")
-    dcp.save(_state(), storage_writer=writer, no_dist=True, use_collectives=False)
-    with pytest.raises(ConfigurationError, match="can share files"):
-        tools.consolidate(tmp_path / "of ranks")
+    path = tmp_path / "of ranks"
+    dcp.save(_state(), storage_writer=NvcompWriter(path), no_dist=True, use_collectives=False)
+    (metadata,) = path.glob("*.metadata")
+    metadata.write_bytes(b"damaged")  # which is not read to find that out
+    with pytest.raises(ConfigurationError, match="shares nothing"):
+        tools.consolidate(path)
+    metadata.unlink()
+    with pytest.raises(IncompleteCheckpointError, match="never finished"):
+        tools.consolidate(path)
 
 
 @pytest.mark.parametrize("stage", ["new", "shares"])

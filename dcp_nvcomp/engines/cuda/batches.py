@@ -83,8 +83,8 @@ def starts_of(lengths: I64) -> I64:
 
 
 def lengths_of(starts: I64) -> I64:
-    """Return the lengths of adjacent ranges; the inverse of `starts_of`."""
-    return starts[1:] - starts[:-1]  # a sixth of what `np.diff` takes
+    """Return the lengths of adjacent ranges, from their starts and, last, the end of the last one."""
+    return starts[1:] - starts[:-1]  # for some hundred a sixth of what `np.diff` takes
 
 
 def split_width(codec: ArrayToBytes) -> int:

@@ -224,7 +224,7 @@ class JobChecks:
         if any(run.out.numel() != run.starts[-1] for run in runs):
             return None
         columns = Columns.of(runs)
-        if columns.flags.any() and not all(map(_has_valid_flags, runs)):
+        if columns.flags.any() and any(run.encoded.flags.any() and not _has_valid_flags(run) for run in runs):
             return None
         widths = np.repeat([split_width(run.chain.array_to_bytes) for run in runs], [run.count for run in runs])
         if (columns.encoded_nbytes % ALIGNMENT_NBYTES).any() or (columns.nbytes % widths).any():

@@ -68,7 +68,7 @@ class AutoChoice(ChainChoice):
         self, record: Record, array: HostArray, grid: BlockGrid, remembered: ChoiceMemory | None = None
     ) -> None:
         super().__init__(None if array.nbytes >= TINY_NBYTES else STORED)
-        self._key, self._element = shard_key(record), record.element
+        self._key, self._element = shard_key(record.fqn, record.element, record.shape, record.offsets), record.element
         self._place: _Place | None = _Place(array, grid)
         self._remembered = remembered
         self._lock = threading.Lock()
@@ -121,7 +121,7 @@ class AutoChoice(ChainChoice):
         kin = remembered.of_dense_kin(self._key) if look.is_dense else None
         is_alike = kin is not None and not _repeats(place, element, bench.scratch)
         chain = kin if is_alike and kin is not None else self._judged(place, bench)
-        remembered.keep(self._key, look, chain)
+        remembered.keep(self._key, element, look, chain)
         return chain
 
     def _judged(self, place: _Place, bench: Workbench) -> CodecChain:
@@ -155,7 +155,7 @@ def device_chain(
             is_alike = look.is_dense and remembered.of_dense_kin(key) is not None
             sample = None if is_alike else spread_sample(tensor, sample_nbytes(nbytes))
             chain = literal_exponents(element) if sample is None else Auto().choose(element, sample, nbytes)
-            remembered.keep(key, look, chain)
+            remembered.keep(key, element, look, chain)
     return chain
 
 

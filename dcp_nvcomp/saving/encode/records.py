@@ -41,7 +41,7 @@ from dcp_nvcomp.saving.encode.choices import (
     is_derived,
     spread_sample,
 )
-from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, RememberedChoices
+from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, RememberedChoices, shard_key
 from dcp_nvcomp.saving.encode.sources import (
     AcceleratorSource,
     CudaPackSource,
@@ -121,16 +121,18 @@ class RecordMaker:
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
         tensor, choice = without_lazy_bits(tensor), None
         if self._policy.is_auto and nbytes:
-            key, remembered = (index.fqn, element.name, region.shape, region.offsets), self._remembered.device
+            key, remembered = shard_key(index.fqn, element, region.shape, region.offsets), self._remembered.device
             chain = device_chain(key, element, tensor, remembered, self._judge)
             choice = KeptChain(chain, key, remembered)
         else:
             chain = self._policy.tensor_chain(element, tensor, on_cuda=on_cuda)
         source = _source(tensor, on_cuda=on_cuda and self._engine.serves(device, chain, ENCODE))
         grid = _grid(region.shape, element, chain, source)
-        # at once with its blocks: to make a record takes half a microsecond, and there may be thousands of tensors
+        # made once, with its blocks: making a record takes half a microsecond, and there may be thousands of tensors
+        pack, first_block, base_record = None, 0, None
         record = Record(
-            *(KIND_TENSOR, index.fqn, *region, element, None, grid, chain, 0, grid.block_count, None, content_hash)
+            *(KIND_TENSOR, index.fqn, *region, element, pack),
+            *(grid, chain, first_block, grid.block_count, base_record, content_hash),
         )
         return [(PendingRecord(record, element.name, (Member(index, record, nbytes),), choice), source)]
 

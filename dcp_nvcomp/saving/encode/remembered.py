@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from dcp_nvcomp.codecs.base import ELEMENT_TYPES, CodecChain
+from dcp_nvcomp.codecs.base import CodecChain, ElementType
 from dcp_nvcomp.codecs.choose import Look, is_predicted, literal_exponents
-from dcp_nvcomp.format.record import Record
 
 _DRIFT = 0.02
 _MOST_REMEMBERED = 1 << 17
@@ -22,8 +21,8 @@ _DIGITS = re.compile(r"\d+")
 ShardKey = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
-def shard_key(record: Record) -> ShardKey:
-    return record.fqn, record.element.name, record.shape, record.offsets
+def shard_key(fqn: str, element: ElementType, shape: tuple[int, ...], offsets: tuple[int, ...]) -> ShardKey:
+    return fqn, element.name, shape, offsets
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +93,12 @@ class ChoiceMemory:
         kin = self._dense.get(_kind(key))
         return kin.chain if kin is not None else None
 
-    def keep(self, key: ShardKey, look: Look, chain: CodecChain) -> None:
+    def keep(self, key: ShardKey, element: ElementType, look: Look, chain: CodecChain) -> None:
         if len(self._kept) >= _MOST_REMEMBERED:
             self._kept.clear()
             self._dense.clear()
         kin = None
-        if look.is_dense and _is_of_dense(chain, key):
+        if look.is_dense and _is_of_dense(chain, element):
             kin = self._dense.get(_kind(key))
             if kin is None or kin.chain != chain:
                 kin = self._dense[_kind(key)] = _Kin(chain)
@@ -130,8 +129,8 @@ class RememberedChoices:
     device: ChoiceMemory = field(default_factory=ChoiceMemory)
 
 
-def _is_of_dense(chain: CodecChain, key: ShardKey) -> bool:
-    return chain == literal_exponents(ELEMENT_TYPES[key[1]]) or is_predicted(chain)
+def _is_of_dense(chain: CodecChain, element: ElementType) -> bool:
+    return chain == literal_exponents(element) or is_predicted(chain)
 
 
 def _kind(key: ShardKey) -> tuple[str, str, tuple[int, ...]]:

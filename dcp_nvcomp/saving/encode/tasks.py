@@ -78,7 +78,7 @@ class Tasks:
             if not self._task.parts:
                 self._begin(source)
         begins = True
-        boxes: list[Box] = []
+        boxes: list[Box] = []  # `list[Box]()` takes a quarter of a microsecond more
         for number in range(grid.block_count):
             box = grid.box(number)
             needs = most_nbytes(box.elements * element_nbytes)
