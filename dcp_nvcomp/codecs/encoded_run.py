@@ -40,7 +40,7 @@ class EncodedRun(Sequence[EncodedBlock]):
     @cached_property
     def encoded_nbytes(self) -> I64:
         """The size of each encoded block."""
-        return self.bounds[1:] - self.bounds[:-1]  # for some hundred a sixth of what `np.diff` takes
+        return self.bounds[1:] - self.bounds[:-1]  # of a few hundred in a sixth of `np.diff`'s time
 
     @property
     def uncompressed_nbytes(self) -> int:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_nvcomp.calls.tables import Shown, counted
 from dcp_nvcomp.codecs.base import checksum
-from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, ConfigurationError, CorruptDataError
+from dcp_nvcomp.errors import CheckpointError, CheckpointReplacedError, CorruptDataError
 from dcp_nvcomp.format.data_file import DataFileRef, encoded_run, read_footer
 from dcp_nvcomp.format.footer import FileIdentity, Footer
 from dcp_nvcomp.format.framing import MAX_METADATA_NBYTES
@@ -97,7 +97,7 @@ def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, A
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
-        ConfigurationError: an option is unknown, or ranks saved on their own, whose checkpoints share nothing.
+        ConfigurationError: an option is unknown.
         CorruptDataError: what it shares is damaged; nothing has changed.
         CheckpointReplacedError: a save has replaced it since, or a run is removing it.
         StorageError: the storage fails, or what it shares is gone; nothing has changed.
@@ -112,13 +112,10 @@ def consolidate(path: str | os.PathLike[str], *, storage_options: Mapping[str, A
     """
     with opened(path, storage_options) as filesystem:
         if filesystem.file_nbytes(METADATA_NAME) is None:
-            names = filesystem.list_names()
-            if not any(rank_of_metadata_name(name) is not None for name in names):
-                raise nothing_there(filesystem, names)
-            raise ConfigurationError(
-                "Ranks saved on their own here, and such a checkpoint shares nothing: there is no `.metadata`.",
-                path=filesystem.path,
-            )
+            there = filesystem.list_names()
+            if not any(rank_of_metadata_name(name) is not None for name in there):
+                raise nothing_there(filesystem, there)
+            return Consolidation(filesystem.path, (), 0, 0)  # ranks that save on their own share nothing
         root = read_current(filesystem)
         shared: _Places = {}
         for index, stored in (root.metadata.storage_data or {}).items():

@@ -19,7 +19,7 @@ from dcp_nvcomp.errors import UnsupportedVersionError
 from dcp_nvcomp.format import footer as module
 from dcp_nvcomp.saving.encode import choices
 from dcp_nvcomp.saving.encode.choices import device_chain
-from dcp_nvcomp.saving.encode.remembered import ChoiceMemory
+from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, choice_key
 from tests.checkpoints import assert_loads
 from tests.codecs.rowcol_floats import floats_of
 from tests.format.independent_reader import read_data_file
@@ -127,10 +127,21 @@ def test_a_device_gets_nothing_predicted() -> None:
     """There is no kernel for it, also for what a copy on the host would have got."""
     element, tensor = ELEMENT_TYPES["float32"], moments(300, 512)
     assert Judge().look(element, choices._device_sample(tensor)).is_dense
-    key, remembered = ("layers.0.v", "float32", (300, 512), (0, 0)), ChoiceMemory()
+    key, remembered = choice_key("layers.0.v", element, (300, 512), (0, 0)), ChoiceMemory()
     for _ in range(3):
         assert device_chain(key, element, tensor, remembered, Judge()) == literal_exponents(element)
         remembered.achieved(key, 0.8)
+
+
+def test_shards_of_a_tensor_are_remembered_apart() -> None:
+    """Also those of one shape: what one comes to is no reason to look at the others again."""
+    element, remembered = ELEMENT_TYPES["float32"], ChoiceMemory()
+    keys = [choice_key("w", element, (300, 512), (start, 0)) for start in (0, 300)]
+    for key in keys:
+        device_chain(key, element, moments(300, 512), remembered, Judge())
+    for key, ratio in zip(keys, (0.8, 0.6), strict=True):
+        remembered.achieved(key, ratio)
+    assert [remembered.trust_unseen(key) for key in keys] == 2 * [literal_exponents(element)]
 
 
 def test_what_comes_to_be_predictable_is_predicted(tmp_path: Path, judged: list[int]) -> None:

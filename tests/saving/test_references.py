@@ -630,8 +630,7 @@ def test_nothing_to_make_whole(tmp_path: Path) -> None:
     dcp.save(_state(), storage_writer=NvcompWriter(path), no_dist=True, use_collectives=False)
     (metadata,) = path.glob("*.metadata")
     metadata.write_bytes(b"damaged")  # which is not read to find that out
-    with pytest.raises(ConfigurationError, match="shares nothing"):
-        tools.consolidate(path)
+    assert tools.consolidate(path).shared_with == ()
     metadata.unlink()
     with pytest.raises(IncompleteCheckpointError, match="never finished"):
         tools.consolidate(path)

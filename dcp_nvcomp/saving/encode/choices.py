@@ -42,7 +42,7 @@ from dcp_nvcomp.engines.cuda.coders import stamped_chain
 from dcp_nvcomp.engines.tensors import HostArray, host_array, host_copy
 from dcp_nvcomp.format.block_grid import BlockGrid
 from dcp_nvcomp.format.record import Record
-from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, ShardKey, shard_key
+from dcp_nvcomp.saving.encode.remembered import ChoiceKey, ChoiceMemory, choice_key
 from dcp_nvcomp.saving.encode.sources import ChainChoice, Workbench, block_bytes
 
 U8 = npt.NDArray[np.uint8]
@@ -68,7 +68,7 @@ class AutoChoice(ChainChoice):
         self, record: Record, array: HostArray, grid: BlockGrid, remembered: ChoiceMemory | None = None
     ) -> None:
         super().__init__(None if array.nbytes >= TINY_NBYTES else STORED)
-        self._key, self._element = shard_key(record.fqn, record.element, record.shape, record.offsets), record.element
+        self._key, self._element = choice_key(record.fqn, record.element, record.shape, record.offsets), record.element
         self._place: _Place | None = _Place(array, grid)
         self._remembered = remembered
         self._lock = threading.Lock()
@@ -132,7 +132,7 @@ class AutoChoice(ChainChoice):
 class KeptChain(ChainChoice):
     """A chain that the next save recalls, as long as its records come to the same size."""
 
-    def __init__(self, chain: CodecChain, key: ShardKey, remembered: ChoiceMemory) -> None:
+    def __init__(self, chain: CodecChain, key: ChoiceKey, remembered: ChoiceMemory) -> None:
         self._chain, self._key, self._remembered = chain, key, remembered
 
     def achieved(self, ratio: float) -> None:
@@ -140,7 +140,7 @@ class KeptChain(ChainChoice):
 
 
 def device_chain(
-    key: ShardKey, element: ElementType, tensor: torch.Tensor, remembered: ChoiceMemory, judge: Judge
+    key: ChoiceKey, element: ElementType, tensor: torch.Tensor, remembered: ChoiceMemory, judge: Judge
 ) -> CodecChain:
     """Return what `auto` chooses for a tensor on a device, without lazy bits."""
     nbytes = tensor.nbytes

@@ -41,7 +41,7 @@ from dcp_nvcomp.saving.encode.choices import (
     is_derived,
     spread_sample,
 )
-from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, RememberedChoices, shard_key
+from dcp_nvcomp.saving.encode.remembered import ChoiceMemory, RememberedChoices, choice_key
 from dcp_nvcomp.saving.encode.sources import (
     AcceleratorSource,
     CudaPackSource,
@@ -121,7 +121,7 @@ class RecordMaker:
             return self._packer.add_tensor(Member(index, record, nbytes), data, on_cuda=on_cuda)
         tensor, choice = without_lazy_bits(tensor), None
         if self._policy.is_auto and nbytes:
-            key, remembered = shard_key(index.fqn, element, region.shape, region.offsets), self._remembered.device
+            key, remembered = choice_key(index.fqn, element, region.shape, region.offsets), self._remembered.device
             chain = device_chain(key, element, tensor, remembered, self._judge)
             choice = KeptChain(chain, key, remembered)
         else:
@@ -129,10 +129,10 @@ class RecordMaker:
         source = _source(tensor, on_cuda=on_cuda and self._engine.serves(device, chain, ENCODE))
         grid = _grid(region.shape, element, chain, source)
         # made once, with its blocks: making a record takes half a microsecond, and there may be thousands of tensors
-        pack, first_block, base_record = None, 0, None
+        no_pack, first_block, no_base = None, 0, None
         record = Record(
-            *(KIND_TENSOR, index.fqn, *region, element, pack),
-            *(grid, chain, first_block, grid.block_count, base_record, content_hash),
+            *(KIND_TENSOR, index.fqn, *region, element, no_pack),
+            *(grid, chain, first_block, grid.block_count, no_base, content_hash),
         )
         return [(PendingRecord(record, element.name, (Member(index, record, nbytes),), choice), source)]
 

@@ -17,11 +17,11 @@ _MOST_REMEMBERED = 1 << 17
 _LOOK_EVERY = 16
 _DIGITS = re.compile(r"\d+")
 
-# What a choice is for: a shard's fqn, dtype, shape and offsets. No named tuple, which takes longer to make.
-ShardKey = tuple[str, str, tuple[int, ...], tuple[int, ...]]
+# What a choice is remembered by: fqn, dtype, shape and offsets. Not a named tuple: that takes longer to make.
+ChoiceKey = tuple[str, str, tuple[int, ...], tuple[int, ...]]
 
 
-def shard_key(fqn: str, element: ElementType, shape: tuple[int, ...], offsets: tuple[int, ...]) -> ShardKey:
+def choice_key(fqn: str, element: ElementType, shape: tuple[int, ...], offsets: tuple[int, ...]) -> ChoiceKey:
     return fqn, element.name, shape, offsets
 
 
@@ -54,20 +54,20 @@ class ChoiceMemory:
     """The choices of earlier saves. Any thread may use it: each step is one operation on a dict."""
 
     def __init__(self) -> None:
-        self._kept: dict[ShardKey, _Kept] = {}
+        self._kept: dict[ChoiceKey, _Kept] = {}
         self._dense: dict[tuple[str, str, tuple[int, ...]], _Kin] = {}
 
-    def recall(self, key: ShardKey, look: Look) -> CodecChain | None:
+    def recall(self, key: ChoiceKey, look: Look) -> CodecChain | None:
         """Return what an earlier save chose for this shard, if it still looks the same."""
         kept = self._kept.get(key)
         return kept.chain if kept is not None and kept.look.resembles(look) else None
 
-    def trust(self, key: ShardKey) -> CodecChain | None:
+    def trust(self, key: ChoiceKey) -> CodecChain | None:
         """Return what an earlier save chose for a shard of dense floats, to be used if `expects` then agrees."""
         kept = self._kept.get(key)
         return kept.chain if kept is not None and kept.is_trusted else None
 
-    def trust_unseen(self, key: ShardKey) -> CodecChain | None:
+    def trust_unseen(self, key: ChoiceKey) -> CodecChain | None:
         """`trust` it, if it was looked at in one of the last saves."""
         kept = self._kept.get(key)
         if kept is None or not kept.is_trusted:
@@ -75,7 +75,7 @@ class ChoiceMemory:
         kept.uses = (kept.uses + 1) % _LOOK_EVERY
         return kept.chain if kept.uses else None
 
-    def age(self, key: ShardKey) -> None:
+    def age(self, key: ChoiceKey) -> None:
         """Forget a choice for dense floats that has served `_LOOK_EVERY` saves."""
         kept = self._kept.get(key)
         if kept is not None and kept.kin is not None:
@@ -83,17 +83,17 @@ class ChoiceMemory:
             if kept.uses >= _LOOK_EVERY:
                 self.forget(key)
 
-    def expects(self, key: ShardKey, ratio: float) -> bool:
+    def expects(self, key: ChoiceKey, ratio: float) -> bool:
         """Return True if a trusted choice led to about the same ratio as before."""
         kept = self._kept.get(key)
         return kept is not None and kept.expects(ratio)
 
-    def of_dense_kin(self, key: ShardKey) -> CodecChain | None:
+    def of_dense_kin(self, key: ChoiceKey) -> CodecChain | None:
         """Return the chain of a tensor of the same name, but for numbers, shape and dtype that was judged dense."""
         kin = self._dense.get(_kind(key))
         return kin.chain if kin is not None else None
 
-    def keep(self, key: ShardKey, element: ElementType, look: Look, chain: CodecChain) -> None:
+    def keep(self, key: ChoiceKey, element: ElementType, look: Look, chain: CodecChain) -> None:
         if len(self._kept) >= _MOST_REMEMBERED:
             self._kept.clear()
             self._dense.clear()
@@ -104,13 +104,13 @@ class ChoiceMemory:
                 kin = self._dense[_kind(key)] = _Kin(chain)
         self._kept[key] = _Kept(look, chain, kin)
 
-    def forget(self, key: ShardKey) -> None:
+    def forget(self, key: ChoiceKey) -> None:
         """Forget a choice, and the judgement that it came from: others that have that one find what is judged next."""
         kept = self._kept.pop(key, None)
         if kept is not None and kept.kin is not None and kept.kin is self._dense.get(_kind(key)):
             self._dense.pop(_kind(key), None)
 
-    def achieved(self, key: ShardKey, ratio: float) -> None:
+    def achieved(self, key: ChoiceKey, ratio: float) -> None:
         """Take note of what a choice came to, and forget it if that has drifted."""
         kept = self._kept.get(key)
         if kept is None:
@@ -133,6 +133,6 @@ def _is_of_dense(chain: CodecChain, element: ElementType) -> bool:
     return chain == literal_exponents(element) or is_predicted(chain)
 
 
-def _kind(key: ShardKey) -> tuple[str, str, tuple[int, ...]]:
+def _kind(key: ChoiceKey) -> tuple[str, str, tuple[int, ...]]:
     fqn, dtype, shape, _ = key
     return _DIGITS.sub("#", fqn), dtype, shape

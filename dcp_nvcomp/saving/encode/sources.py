@@ -64,10 +64,10 @@ class ChainChoice:
 
 
 class Source:
-    """A shard's elements, for one engine."""
+    """A record's elements, for one engine."""
 
     has_boxes: ClassVar[bool] = False  # whether blocks may be boxes; what a device or a copy yields is runs of memory
-    cuda_device: torch.device | None = None  # of the CUDA engine that encodes them; None for the CPU engine
+    cuda_device: torch.device | None = None  # whose CUDA engine encodes them; None: the CPU engine does
 
 
 class Part(NamedTuple):
